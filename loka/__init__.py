@@ -1,0 +1,26 @@
+"""LoKA: 8-bit arithmetic made practical for large recommendation models.
+
+Names load on first use, so ``import loka`` costs neither torch nor CUDA.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LokaLinear": "loka.nn.linear",
+    "refresh": "loka.nn.weight_casts",
+    "LokaError": "loka.core.errors",
+}
+
+__all__ = ["LokaError", "LokaLinear", "__version__", "refresh"]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'loka' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,3 @@
+from loka.cli import main
+
+main()

@@ -1,0 +1,66 @@
+"""Named things that are added by writing one file: kernels, casters, models, data sets, mods."""
+
+import difflib
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from loka.core.errors import UnknownName
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Maps names to objects; a class registered under a name is instantiated once.
+
+    ``discover`` imports the package whose modules do the registering. It runs before the first look-up, so that listing
+    names costs an import of our own files only and importing this registry costs none.
+    """
+
+    def __init__(self, kind: str, discover: Callable[[], None] | None = None) -> None:
+        self._kind = kind
+        self._discover = discover
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Decorate a class without constructor arguments: one instance of it is registered under ``name``."""
+
+        def decorate(cls: type[T]) -> type[T]:
+            self.add(name, cls())
+            return cls
+
+        return decorate
+
+    def add(self, name: str, entry: T) -> None:
+        if name in self._entries:
+            raise ValueError(f"{self._kind} {name!r} is registered twice")
+        self._entries[name] = entry
+
+    def remove(self, name: str) -> None:
+        del self._entries[name]
+
+    def get(self, name: str) -> T:
+        self._load()
+        if name not in self._entries:
+            close = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UnknownName(f"no {self._kind} is called {name!r}.{hint} Known: {', '.join(self.names())}")
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        self._load()
+        return sorted(self._entries)
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        return ((name, self._entries[name]) for name in self.names())
+
+    def __contains__(self, name: object) -> bool:
+        self._load()
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def _load(self) -> None:
+        if self._discover is not None:
+            discover, self._discover = self._discover, None
+            discover()
