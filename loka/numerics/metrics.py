@@ -1,0 +1,118 @@
+"""How far a GEMM's output is from its reference, and what a cast lost. Everything is computed in float64.
+
+A perfect value has error 0 even where the reference is 0; a wrong one there has error inf. NaN and inf in an output are
+never averaged away: they reach the metric. Metric functions return 0-dimensional tensors and do not wait for the device.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from loka.core.errors import InvalidInput
+from loka.numerics.confidence import Estimate, estimate_mean
+from loka.numerics.formats import decode, info
+from loka.numerics.scaling import Quantized, expand_scale
+
+FLOOR = 0.1  # of rms(ref): below it a reference is too near zero for its relative error to say anything
+
+
+def mere(out: Tensor, ref: Tensor) -> Tensor:
+    """Mean element-wise relative error |out−ref|/|ref|. Ruled by near-zero references: see ``mere_floored``."""
+    out, ref = _comparable(out, ref)
+    return _ratio((out - ref).abs(), ref.abs()).mean()
+
+
+def mere_floored(out: Tensor, ref: Tensor, *, per_column: bool = False) -> Tensor:
+    """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), with an rms for each column of ``ref`` if ``per_column``."""
+    out, ref = _comparable(out, ref)
+    rms = ref.square().mean(dim=0 if per_column else None).sqrt()
+    return _ratio((out - ref).abs(), torch.maximum(ref.abs(), FLOOR * rms)).mean()
+
+
+def relative_rms(out: Tensor, ref: Tensor) -> Tensor:
+    """rms(out−ref)/rms(ref)."""
+    out, ref = _comparable(out, ref)
+    return _ratio((out - ref).square().mean(), ref.square().mean()).sqrt()
+
+
+def sqnr_db(out: Tensor, ref: Tensor) -> Tensor:
+    """Signal to quantization noise in decibels, 20·log10(rms(ref)/rms(out−ref)); inf for a perfect output."""
+    return -20 * relative_rms(out, ref).log10()
+
+
+def flushed_share(x: Tensor, q: Quantized) -> Tensor:
+    """The share of nonzero finite values of ``x`` that became 0. Those of a NaN scale became NaN, which is not counted."""
+    scale = expand_scale(q.scale, q.scaling, q.codes.shape)
+    return _share((decode(q.codes) == 0) & scale.isfinite(), x)
+
+
+def saturated_share(x: Tensor, q: Quantized) -> Tensor:
+    """The share of nonzero finite values of ``x`` past the range of their scale, |x/scale| > max."""
+    scale = expand_scale(q.scale, q.scaling, q.codes.shape).to(torch.float64)
+    # A scale made from amax is rounded to FP32, which can leave amax itself 2⁻²⁴ past the maximum.
+    return _share(x.to(torch.float64).abs() > info(q.format).max * (1 + 2**-22) * scale, x)
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """One output's error by each metric."""
+
+    mere: float
+    mere_floored: float
+    relative_rms: float
+    sqnr_db: float
+
+
+METRICS = tuple(field.name for field in fields(ErrorReport))
+
+
+def measure_error(out: Tensor, ref: Tensor, per_column: bool = False) -> ErrorReport:
+    """Every metric of one output; waits for the device once."""
+    metrics = (mere(out, ref), mere_floored(out, ref, per_column=per_column), relative_rms(out, ref), sqnr_db(out, ref))
+    return ErrorReport(*torch.stack(metrics).tolist())
+
+
+class ErrorSamples:
+    """Error reports of repeated independent samples, until their mean is known well enough."""
+
+    def __init__(self) -> None:
+        self._reports: list[ErrorReport] = []
+
+    def __len__(self) -> int:
+        return len(self._reports)
+
+    def add(self, report: ErrorReport) -> None:
+        self._reports.append(report)
+
+    def estimate(self, metric: str, confidence: float = 0.95) -> Estimate:
+        """The mean of one metric over the samples so far, with its confidence interval."""
+        if metric not in METRICS:
+            raise InvalidInput(f"no error metric is called {metric!r}; known: {', '.join(METRICS)}")
+        return estimate_mean([getattr(report, metric) for report in self._reports], confidence)
+
+    def summary(self, confidence: float = 0.95) -> dict[str, Estimate]:
+        """``estimate`` of every metric, by name."""
+        return {metric: self.estimate(metric, confidence) for metric in METRICS}
+
+    def tight(self, metric: str, relative: float) -> bool:
+        """Whether the 95 % interval of ``metric`` reaches no further than ``relative``·|mean| to either side."""
+        estimate = self.estimate(metric)
+        return estimate.low == estimate.high or estimate.high - estimate.mean <= relative * abs(estimate.mean)
+
+
+def _comparable(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    if out.shape != ref.shape:
+        raise InvalidInput(f"output and reference must have one shape, got {tuple(out.shape)} and {tuple(ref.shape)}")
+    if out.numel() == 0:
+        raise InvalidInput(f"an empty output, shape {tuple(out.shape)}, has no error to measure")
+    return out.to(torch.float64), ref.to(torch.float64)
+
+
+def _ratio(error: Tensor, reference: Tensor) -> Tensor:
+    return torch.where(error == 0, 0.0, error / reference)
+
+
+def _share(hit: Tensor, x: Tensor) -> Tensor:
+    candidates = x.isfinite() & (x != 0)  # a zero can be neither flushed nor saturated; inf and NaN stay visible
+    return (hit & candidates).sum(dtype=torch.float64) / candidates.sum().clamp(min=1)

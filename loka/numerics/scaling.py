@@ -1,0 +1,137 @@
+"""Scales that bring a tensor into an 8-bit format's range: one for all of it, a row, a column, or a block.
+
+Axes:  R rows (the operand's outer axis),  C columns (its contracted axis).  A scale multiplies on the way back,
+value = code · scale, is FP32, and always has two axes: one entry for each block of ``Scaling.block``, the last of an axis
+may be partly filled.
+
+A value that is not finite makes its scale NaN, and with it every value that shares the scale: one rule for all formats,
+int8 included, that every GPU cast can follow.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from loka.core.errors import InvalidInput
+from loka.core.recipe import Format, Scaling
+from loka.numerics.formats import decode, encode, info
+
+_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # a subnormal scale loses bits, or is flushed to zero
+
+_TRANSPOSED = {
+    Scaling.TENSORWISE: Scaling.TENSORWISE,
+    Scaling.STATIC: Scaling.STATIC,
+    Scaling.ROWWISE: Scaling.COLWISE,
+    Scaling.COLWISE: Scaling.ROWWISE,
+    Scaling.BLOCK_128X128: Scaling.BLOCK_128X128,
+}
+
+
+class Quantized(NamedTuple):
+    """A 2-D tensor in 8 bits: value = code · scale, the scale expanded over its block."""
+
+    codes: Tensor
+    scale: Tensor  # FP32, (⌈R/block rows⌉, ⌈C/block columns⌉)
+    format: Format
+    scaling: Scaling
+
+
+def amax(x: Tensor, scaling: Scaling) -> Tensor:
+    """The largest magnitude that each scale must cover, FP32; 0 where a block has no values, NaN or inf where one is."""
+    _require_2d(x)
+    (grid_rows, block_rows), (grid_cols, block_cols) = _grid(x.shape, scaling)
+    missing_rows = grid_rows * block_rows - x.shape[0]
+    missing_cols = grid_cols * block_cols - x.shape[1]
+    magnitude = x.abs()
+    if missing_rows or missing_cols:
+        magnitude = F.pad(magnitude, (0, missing_cols, 0, missing_rows))
+    return magnitude.reshape(grid_rows, block_rows, grid_cols, block_cols).amax(dim=(1, 3)).float()
+
+
+def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
+    """The scale that maps ``amax`` onto the format's maximum: 1 for an amax of 0, NaN for one that is not finite."""
+    scale = (amax / info(format).max).clamp(min=_SMALLEST_SCALE)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return torch.where(amax.isfinite(), scale, math.nan)
+
+
+def expand_scale(scale: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
+    """Each value's own scale, for a tensor of ``shape``."""
+    (grid_rows, block_rows), (grid_cols, block_cols) = _grid(shape, scaling)
+    if tuple(scale.shape) != (grid_rows, grid_cols):
+        expected = (grid_rows, grid_cols)
+        raise InvalidInput(f"{scaling} scales of a {tuple(shape)} tensor have shape {expected}, got {tuple(scale.shape)}")
+    blocks = scale[:, None, :, None].expand(grid_rows, block_rows, grid_cols, block_cols)
+    return blocks.reshape(grid_rows * block_rows, grid_cols * block_cols)[: shape[0], : shape[1]]
+
+
+def quantize(x: Tensor, format: Format, scaling: Scaling, *, static_scale: float | Tensor | None = None) -> Quantized:
+    """Cast ``x`` (R×C) to ``format``, with scales from its own magnitudes, or with ``static_scale`` for STATIC.
+
+    A static scale covers what it covers: finite values past its range saturate, NaN and ±inf follow ``encode`` (int8 has
+    no code for them, so there they make the scale NaN).
+    """
+    _require_2d(x)
+    if (static_scale is not None) != (scaling is Scaling.STATIC):
+        given = "without one" if static_scale is None else f"with {scaling} scaling"
+        raise InvalidInput(f"static_scale belongs to static scaling and to no other, got a call {given}")
+    if static_scale is None:
+        scale = scale_from_amax(amax(x, scaling), format)
+        return Quantized(encode(x.float() / expand_scale(scale, scaling, x.shape), format), scale, format, scaling)
+
+    scale = _static_scale(static_scale, x.device)
+    limit = info(format).max
+    ratio = x.float() / scale
+    # A finite value may overflow FP32 when divided by a small scale; it is past the range, not infinite.
+    codes = encode(torch.where(x.isfinite(), ratio.clamp(-limit, limit), ratio), format)
+    if format is Format.INT8:
+        scale = torch.where(x.isfinite().all(), scale, math.nan)
+    return Quantized(codes, scale, format, scaling)
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that ``q`` stands for: exact in float64, rounded once to FP32 otherwise (and then to ``dtype``)."""
+    compute = torch.float64 if dtype is torch.float64 else torch.float32
+    return (decode(q.codes, compute) * expand_scale(q.scale, q.scaling, q.codes.shape).to(compute)).to(dtype)
+
+
+def transpose(q: Quantized) -> Quantized:
+    """The transposed tensor, value for value, without casting again; row scales become column scales."""
+    if q.scaling not in _TRANSPOSED:
+        raise InvalidInput(
+            f"{q.scaling} scales run along rows and have no transpose: quantize the transposed tensor, or use 128x128"
+        )
+    return Quantized(q.codes.t().contiguous(), q.scale.t().contiguous(), q.format, _TRANSPOSED[q.scaling])
+
+
+def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, int], tuple[int, int]]:
+    """For each axis: how many blocks, and how long each is (at least 1, so that an empty axis still reduces)."""
+    if scaling is Scaling.NONE:
+        raise InvalidInput("scaling none has no scales: high-precision operands are used as they are")
+    block_rows, block_cols = scaling.block
+    return _split(shape[0], block_rows), _split(shape[1], block_cols)
+
+
+def _split(size: int, block: int | None) -> tuple[int, int]:
+    return (1, max(size, 1)) if block is None else (-(-size // block), block)
+
+
+def _static_scale(scale: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise InvalidInput(f"static_scale is one value for the whole tensor, got shape {tuple(scale.shape)}")
+        scale_11 = scale.to(device=device, dtype=torch.float32).reshape(1, 1)
+        # Its value cannot be read without waiting for the device, so an unusable one makes everything NaN instead.
+        return torch.where(scale_11.isfinite() & (scale_11 >= _SMALLEST_SCALE), scale_11, math.nan)
+    if not (math.isfinite(scale) and scale >= _SMALLEST_SCALE):
+        raise InvalidInput(f"static_scale must be a positive normal FP32 number, got {scale}")
+    return torch.full((1, 1), scale, dtype=torch.float32, device=device)
+
+
+def _require_2d(x: Tensor) -> None:
+    if x.ndim != 2:
+        raise InvalidInput(f"expected 2-D (rows × contracted columns), got shape {tuple(x.shape)}; flatten the leading axes")
