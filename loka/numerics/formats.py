@@ -22,22 +22,24 @@ class FormatInfo:
     mantissa_bits: int
 
 
-_INFOS = {
+# Looked up by ``format.value``: torch.compile (2.13) sets no guard on an enum that is a dict's key, and would go on using
+# the graph of the first format it saw.
+_INFOS: dict[str, FormatInfo] = {
     Format.E4M3: FormatInfo(Format.E4M3, torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3),
     Format.E5M2: FormatInfo(Format.E5M2, torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2),
     # Symmetric: −128 is never produced, so that negating a tensor negates its codes.
     Format.INT8: FormatInfo(Format.INT8, torch.int8, 127.0, 1.0, 1.0, 7),
 }
 
-_DTYPES = {
-    **{format: info.dtype for format, info in _INFOS.items()},
+_DTYPES: dict[str, torch.dtype] = {
+    **{name: grid.dtype for name, grid in _INFOS.items()},
     Format.BF16: torch.bfloat16,
     Format.FP16: torch.float16,
     Format.TF32: torch.float32,
     Format.FP32: torch.float32,
 }
 
-_FORMATS = {dtype: format for format, dtype in _DTYPES.items() if format is not Format.TF32}
+_FORMATS = {_DTYPES[format]: format for format in Format if format is not Format.TF32}
 
 _ENCODABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,14 +48,14 @@ _E5M2_INF = 0x7C  # its bits; 0xFC is −inf
 
 def info(format: Format) -> FormatInfo:
     """The numbers of an 8-bit ``format``; high-precision ones have no codes and are refused."""
-    if format not in _INFOS:
+    if format.value not in _INFOS:
         raise InvalidInput(f"{format} is not an 8-bit format: it needs no codes or scales. Use one of {', '.join(_INFOS)}")
-    return _INFOS[format]
+    return _INFOS[format.value]
 
 
 def torch_dtype(format: Format) -> torch.dtype:
     """The dtype that stores ``format``; TF32 is stored as float32."""
-    return _DTYPES[format]
+    return _DTYPES[format.value]
 
 
 def format_of(dtype: torch.dtype) -> Format:

@@ -22,7 +22,7 @@ from loka.numerics.formats import decode, encode, info
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # a subnormal scale loses bits, or is flushed to zero
 
-_TRANSPOSED = {
+_TRANSPOSED: dict[str, Scaling] = {  # by ``scaling.value``, see formats.py
     Scaling.TENSORWISE: Scaling.TENSORWISE,
     Scaling.STATIC: Scaling.STATIC,
     Scaling.ROWWISE: Scaling.COLWISE,
@@ -61,12 +61,15 @@ def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
 
 def expand_scale(scale: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
     """Each value's own scale, for a tensor of ``shape``."""
-    (grid_rows, block_rows), (grid_cols, block_cols) = _grid(shape, scaling)
-    if tuple(scale.shape) != (grid_rows, grid_cols):
-        expected = (grid_rows, grid_cols)
+    (grid_rows, _), (grid_cols, _) = _grid(shape, scaling)
+    expected = (grid_rows, grid_cols)
+    if tuple(scale.shape) != expected:
         raise InvalidInput(f"{scaling} scales of a {tuple(shape)} tensor have shape {expected}, got {tuple(scale.shape)}")
-    blocks = scale[:, None, :, None].expand(grid_rows, block_rows, grid_cols, block_cols)
-    return blocks.reshape(grid_rows * block_rows, grid_cols * block_cols)[: shape[0], : shape[1]]
+    for axis, block in enumerate(scaling.block):
+        if block is not None and block > 1:
+            # Gathered, not expand().reshape()[:size]: inductor (2.13, CPU) leaves out the partly filled last block of that.
+            scale = scale.index_select(axis, torch.arange(shape[axis], device=scale.device) // block)
+    return scale.expand(*shape)
 
 
 def quantize(x: Tensor, format: Format, scaling: Scaling, *, static_scale: float | Tensor | None = None) -> Quantized:
@@ -101,11 +104,11 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def transpose(q: Quantized) -> Quantized:
     """The transposed tensor, value for value, without casting again; row scales become column scales."""
-    if q.scaling not in _TRANSPOSED:
+    if q.scaling.value not in _TRANSPOSED:
         raise InvalidInput(
             f"{q.scaling} scales run along rows and have no transpose: quantize the transposed tensor, or use 128x128"
         )
-    return Quantized(q.codes.t().contiguous(), q.scale.t().contiguous(), q.format, _TRANSPOSED[q.scaling])
+    return Quantized(q.codes.t().contiguous(), q.scale.t().contiguous(), q.format, _TRANSPOSED[q.scaling.value])
 
 
 def _grid(shape: Sequence[int], scaling: Scaling) -> tuple[tuple[int, int], tuple[int, int]]:
