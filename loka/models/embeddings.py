@@ -1,0 +1,137 @@
+"""Ids to vectors: one table for all features, with gradients for the rows touched only.
+
+Axes:  B examples,  E width of an embedding,  F one-hot features,  G bags,  S ids in a bag,  L steps of the sequence,
+N = F + G·S + L ids of an example,  P pooled features.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loka.core.errors import InvalidInput
+from loka.data.batch import PADDING, Batch, FeatureSchema
+
+
+class Embeddings(nn.Module):
+    """Look up a batch's ids; returns the tensors that a dense part takes behind the dense features.
+
+    ``features_BPE`` holds the one-hot features, then each bag's mean over its ids (zero for an empty bag). The sequence is one
+    more bag, unless ``keep_sequence``: then ``sequence_BLE`` (zero at padding) and ``valid_BL`` follow.
+
+    Features share one table, each with its own rows, so that a batch is one lookup forward and one sparse COO gradient
+    backward whose cost goes by the ids in the batch. Padding reads the feature's first row and is weighted by zero:
+    skipping it instead would have the GPU wait for the host. On the CPU an id out of range is an error; on a GPU, where
+    checking would wait too, it reads another feature's row: check data on the CPU once.
+    """
+
+    table: Tensor
+    offset_N: Tensor
+    size_N: Tensor
+    lowest_N: Tensor
+
+    def __init__(self, schema: FeatureSchema, dim: int, *, keep_sequence: bool = False) -> None:
+        super().__init__()
+        _check_schema(schema)
+        self.schema = schema
+        self.dim = dim
+        self.keep_sequence = keep_sequence
+        sizes = (*schema.onehot_sizes, *schema.multihot_sizes, *((schema.sequence_size,) if schema.sequence_length else ()))
+        ids = (
+            *(1 for _ in schema.onehot_sizes),
+            *(schema.bag_length for _ in schema.multihot_sizes),
+            *((schema.sequence_length,) if schema.sequence_length else ()),
+        )
+        self.n_features = len(sizes) - bool(keep_sequence and schema.sequence_length)
+
+        self.table = nn.Parameter(torch.empty(sum(sizes), dim))
+        offsets = []
+        row = 0
+        for size in sizes:
+            # As in DLRM: the more ids share a feature, the rarer each, and the nearer to zero one that was never trained
+            # stays. Noise from unseen ids costs more than a slow start.
+            nn.init.uniform_(self.table[row : row + size], -(size**-0.5), size**-0.5)
+            offsets.append(row)
+            row += size
+
+        def per_id(values: list[int]) -> Tensor:
+            return torch.tensor([value for value, n in zip(values, ids, strict=True) for _ in range(n)], dtype=torch.int64)
+
+        n_onehot = len(schema.onehot_sizes)
+        self.register_buffer("offset_N", per_id(offsets), persistent=False)
+        self.register_buffer("size_N", per_id(list(sizes)), persistent=False)
+        lowest = [0 if i < n_onehot else PADDING for i in range(len(sizes))]
+        self.register_buffer("lowest_N", per_id(lowest), persistent=False)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        schema = self.schema
+        n_onehot, n_bags, length = len(schema.onehot_sizes), len(schema.multihot_sizes), schema.sequence_length
+        ids_BN = self._ids(batch)
+        if ids_BN.device.type == "cpu":
+            self._check_ids(ids_BN)
+        rows_BNE = F.embedding(ids_BN.clamp(min=0) + self.offset_N, self.table, sparse=True)
+        valid_BN = ids_BN != PADDING
+
+        widths = (n_onehot, n_bags * schema.bag_length, length)
+        onehot_BFE, bags_BXE, sequence_BLE = rows_BNE.split(widths, dim=1)
+        _, bags_BX, valid_BL = valid_BN.split(widths, dim=1)
+        features = [onehot_BFE]
+        if n_bags:
+            features.append(_mean(bags_BXE.unflatten(1, (n_bags, -1)), bags_BX.unflatten(1, (n_bags, -1))))
+        if self.keep_sequence:
+            return torch.cat(features, dim=1), sequence_BLE * valid_BL.unsqueeze(-1), valid_BL
+        if length:
+            features.append(_mean(sequence_BLE, valid_BL).unsqueeze(1))
+        return (torch.cat(features, dim=1),)
+
+    def _ids(self, batch: Batch) -> Tensor:
+        schema = self.schema
+        expected = [
+            ("onehot_BF", batch.onehot_BF, (len(schema.onehot_sizes),)),
+            ("multihot_BGS", batch.multihot_BGS, (len(schema.multihot_sizes), schema.bag_length)),
+            ("sequence_BL", batch.sequence_BL, (schema.sequence_length,)),
+        ]
+        ids = []
+        for name, tensor, shape in expected:
+            if 0 in shape and name != "onehot_BF":
+                continue  # the schema has none; what the batch carries is not for this model
+            if tensor is None or tuple(tensor.shape[1:]) != shape:
+                got = "none" if tensor is None else f"{tuple(tensor.shape[1:])}"
+                raise InvalidInput(f"the model was built for {name} of shape {shape} an example, the batch has {got}")
+            ids.append(tensor.flatten(1))
+        return torch.cat(ids, dim=1)
+
+    def _check_ids(self, ids_BN: Tensor) -> None:
+        bad_BN = (ids_BN < self.lowest_N) | (ids_BN >= self.size_N)
+        if bad_BN.any():
+            example, n = bad_BN.nonzero()[0].tolist()
+            wrong, size = int(ids_BN[example, n]), int(self.size_N[n])
+            raise InvalidInput(
+                f"{self._feature_name(n)} of example {example} is {wrong}, out of range for a feature of {size} ids "
+                f"(0 to {size - 1}); hash or clip ids when reading them, or build the model with a larger size"
+            )
+
+    def _feature_name(self, n: int) -> str:
+        n_onehot, in_bags = len(self.schema.onehot_sizes), len(self.schema.multihot_sizes) * self.schema.bag_length
+        if n < n_onehot:
+            return f"one-hot feature {n}"
+        if n < n_onehot + in_bags:
+            return f"an id in bag {(n - n_onehot) // self.schema.bag_length}"
+        return f"step {n - n_onehot - in_bags} of the sequence"
+
+
+def _mean(rows_XSE: Tensor, valid_XS: Tensor) -> Tensor:
+    """Mean over the valid ids of S; zero where there are none."""
+    weight_XS = valid_XS / valid_XS.sum(-1, keepdim=True).clamp(min=1)
+    return (rows_XSE * weight_XS.unsqueeze(-1)).sum(-2)
+
+
+def _check_schema(schema: FeatureSchema) -> None:
+    sizes = (*schema.onehot_sizes, *schema.multihot_sizes)
+    if schema.n_dense < 0 or any(size < 1 for size in sizes):
+        raise InvalidInput(f"a schema needs n_dense ≥ 0 and at least one id in every feature, got {schema}")
+    if schema.multihot_sizes and schema.bag_length < 1:
+        raise InvalidInput(f"a schema with bags needs a bag_length of at least 1, got {schema}")
+    if (schema.sequence_size > 0) != (schema.sequence_length > 0):
+        raise InvalidInput(f"a sequence needs both sequence_size and sequence_length, got {schema}")
+    if not sizes and not schema.sequence_length:
+        raise InvalidInput(f"a schema needs at least one categorical feature, got {schema}")
