@@ -33,6 +33,7 @@ class Batch:
     multihot_BGS: Tensor | None = None  # int64, PADDING where a bag is shorter
     sequence_BL: Tensor | None = None  # int64, oldest first, PADDING in front where a history is shorter
     times_BL: Tensor | None = None  # float32, seconds before the example's own time; 0 at PADDING
+    teacher_logit_B: Tensor | None = None  # float32, where labels were drawn from known log-odds: the best any model can say
 
     def __len__(self) -> int:
         return self.label_B.shape[0]
@@ -51,4 +52,5 @@ class Batch:
             move_optional(self.multihot_BGS),
             move_optional(self.sequence_BL),
             move_optional(self.times_BL),
+            move_optional(self.teacher_logit_B),
         )

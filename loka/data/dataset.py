@@ -1,0 +1,97 @@
+"""What every data set offers, and how one is opened by name.
+
+A data set is added by writing one file in this package that ends with ``DATASETS.add(name, Source(Options, Class))``.
+"""
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from loka.core.errors import InvalidInput
+from loka.core.registry import Registry
+from loka.data.batch import Batch, FeatureSchema
+
+
+class Dataset(Protocol):
+    """Labelled examples in batches: an endless training stream, and a held-out part that is read once through."""
+
+    @property
+    def schema(self) -> FeatureSchema: ...
+
+    @property
+    def bad_rows(self) -> int:
+        """How many malformed rows were left out; 0 unless the set was opened with ``skip_bad_rows``."""
+        ...
+
+    def batches_per_epoch(self, batch_size: int) -> int | None:
+        """How many training batches pass before examples come round again; None where they never do."""
+        ...
+
+    def train(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+        """Endless batches of exactly ``batch_size``, the same on every call; ``start`` skips that many without making them."""
+        ...
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """Every held-out example once; the last batch may be smaller."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a kind of data set is opened: its options, and what makes it from (path, seed, device, options)."""
+
+    options: type[Any]
+    open: Callable[[Path | None, int, torch.device, Any], Dataset]
+
+
+def _import_data_modules() -> None:
+    import loka.data as package
+
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+DATASETS: Registry[Source] = Registry("data set", discover=_import_data_modules)
+
+
+def open_dataset(
+    name: str, *, path: str | Path | None = None, seed: int = 0, device: torch.device | str = "cpu", **options: object
+) -> Dataset:
+    """Open a data set of ``DATASETS``; ``seed`` rules the order of its training examples.
+
+    ``options`` are the fields of the set's options class. Text from a command line is converted to the field's type.
+    """
+    source = DATASETS.get(name)
+    if seed < 0:
+        raise InvalidInput(f"seed is {seed}: it must be 0 or more")
+    parsed = parse_options(name, source.options, options)
+    return source.open(None if path is None else Path(path), seed, torch.device(device), parsed)
+
+
+def parse_options(name: str, options_type: type[Any], options: dict[str, object]) -> Any:
+    """Make ``options_type`` from a mapping; a name or value it does not take is refused, listing what it takes."""
+    known = [field.name for field in fields(options_type)]
+    for option in options:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise InvalidInput(f"data set {name!r} has no option {option!r}.{hint} Known: {', '.join(known)}")
+    try:
+        return msgspec.convert(options, options_type, strict=False, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"data set {name!r}: {error}. Options: {', '.join(known)}") from error
+
+
+def check_batch_size(batch_size: int, examples: int | None = None) -> None:
+    """Refuse a batch size that cannot be filled; ``examples`` is how many there are to train on."""
+    if batch_size < 1:
+        raise InvalidInput(f"batch_size is {batch_size}: it must be 1 or more")
+    if examples is not None and batch_size > examples:
+        raise InvalidInput(f"batch_size {batch_size} is larger than the {examples} training examples: choose a smaller one")

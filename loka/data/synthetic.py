@@ -1,0 +1,189 @@
+"""An endless click stream whose labels come from a hidden teacher, so that the best possible log-loss is known.
+
+Ids follow Zipf's law, dense features are counts over many binades (some missing), bags and sequences vary in length, and
+what the stream is like may drift. Batch i depends on the seed, i and the batch size alone, and is made where it is used:
+on the GPU without a host sync.
+
+Axes:  B examples,  D dense features,  and those of ``batch``.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from loka.core.errors import InvalidInput
+from loka.data.batch import Batch, FeatureSchema
+from loka.data.dataset import DATASETS, Source, check_batch_size
+from loka.data.dense import DenseForm
+from loka.data.synthetic_features import FeatureLaw, draw_feature_law
+from loka.data.synthetic_teacher import calibrate, draw_teacher
+
+CALIBRATION_EXAMPLES = 65_536
+_DEFAULT_VOCABULARIES = tuple(round(10 * 10_000 ** (f / 25)) for f in range(26))  # 10 to 100 000, evenly in the logarithm
+
+
+@dataclass(frozen=True)
+class Drift:
+    """What changes as the stream goes on, by training step; nothing by default."""
+
+    popularity_ids_per_step: float = 0.0  # ids move up this many ranks a step, the most popular one falling to the end
+    teacher_steps: float = 0.0  # after this many steps the teacher's weights are wholly new; 0: never
+    scale_at: int = 0  # the step from which ``scale_features`` are counted in another unit
+    scale_features: tuple[int, ...] = ()
+    scale_factor: float = 1000.0
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    onehot_sizes: tuple[int, ...] = _DEFAULT_VOCABULARIES
+    n_dense: int = 16
+    multihot_sizes: tuple[int, ...] = (1_000, 20_000)
+    bag_length: int = 8
+    sequence_size: int = 20_000
+    sequence_length: int = 32
+    zipf: float = 1.05  # the id of rank k has a share ∝ k^-zipf
+    missing: float = 0.1  # mean share of missing values; features differ from none to twice that
+    base_rate: float = 0.03
+    first_order: float = 0.8  # standard deviation of each order's part of the logit
+    second_order: float = 0.8
+    third_order: float = 0.6
+    dense: DenseForm = DenseForm.LOG
+    test_examples: int = 65_536
+    teacher_seed: int = 0  # apart from the stream's own seed: runs over several seeds learn the same function
+    drift: Drift = field(default_factory=Drift)
+
+    def __post_init__(self) -> None:
+        if not self.onehot_sizes or min(self.onehot_sizes + self.multihot_sizes) < 1:
+            raise InvalidInput("onehot_sizes needs at least one feature, and every feature at least one id")
+        if bool(self.multihot_sizes) != (self.bag_length > 0):
+            raise InvalidInput(f"multihot_sizes {self.multihot_sizes} with bag_length {self.bag_length}: give both or neither")
+        if (self.sequence_size > 0) != (self.sequence_length > 0):
+            raise InvalidInput("sequence_size and sequence_length: both 0 for no sequence, or both more than 0")
+        if not 0 < self.base_rate < 1:
+            raise InvalidInput(f"base_rate is {self.base_rate}: it must lie between 0 and 1")
+        if not 0 <= self.missing <= 0.45:
+            raise InvalidInput(f"missing is {self.missing}: it must lie between 0 and 0.45, the mean over features")
+        if self.zipf <= 0 or self.n_dense < 0 or self.test_examples < 1 or self.teacher_seed < 0:
+            raise InvalidInput("zipf and test_examples must be positive, n_dense and teacher_seed not negative")
+        if any(not 0 <= d < self.n_dense for d in self.drift.scale_features):
+            raise InvalidInput(f"drift.scale_features {self.drift.scale_features}: there are {self.n_dense} dense features")
+
+
+class Synthetic:
+    """The stream of ``options``; every batch carries the teacher's logits, against which a model can be judged.
+
+    ``best_logloss`` is what the teacher itself scores in the long run, before any drift.
+    """
+
+    bad_rows = 0
+
+    def __init__(self, seed: int, device: torch.device, options: SyntheticOptions) -> None:
+        self.options = options
+        self.schema = FeatureSchema(
+            n_dense=options.n_dense,
+            onehot_sizes=options.onehot_sizes,
+            multihot_sizes=options.multihot_sizes,
+            bag_length=options.bag_length,
+            sequence_size=options.sequence_size,
+            sequence_length=options.sequence_length,
+        )
+        self._seed, self._device = seed, device
+        # The teacher is drawn and calibrated on the CPU whatever the device, so that the task is the same everywhere.
+        sample = _feature_law(options, torch.device("cpu")).draw(
+            torch.Generator().manual_seed(options.teacher_seed), CALIBRATION_EXAMPLES
+        )
+        strengths = (options.first_order, options.second_order, options.third_order)
+        teacher = draw_teacher(options.teacher_seed, _feature_law(options, torch.device("cpu")))
+        teacher = calibrate(teacher, sample, strengths, options.base_rate)
+        self.best_logloss = float(expected_logloss(teacher.logits(sample)).mean())
+        self.teacher = teacher.to(device)
+        self._law = _feature_law(options, device)
+        scale_D = torch.ones(options.n_dense)
+        scale_D[list(options.drift.scale_features)] = options.drift.scale_factor
+        self._drifted_scale_D = scale_D.to(device)
+
+    def batches_per_epoch(self, batch_size: int) -> int | None:
+        return None
+
+    def train(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
+        check_batch_size(batch_size)
+        for step in itertools.count(start):
+            yield self._batch(2 * step, batch_size, step)
+
+    def test(self, batch_size: int, *, step: int = 0) -> Iterator[Batch]:
+        """``test_examples`` examples that training never sees, drawn as the stream is at ``step``."""
+        check_batch_size(batch_size)
+        for index, first in enumerate(range(0, self.options.test_examples, batch_size)):
+            yield self._batch(2 * index + 1, min(batch_size, self.options.test_examples - first), step)
+
+    def _batch(self, position: int, batch_size: int, step: int) -> Batch:
+        generator = torch.Generator(self._device).manual_seed(batch_seed(self._seed, position))
+        drift = self.options.drift
+        features = self._law.draw(generator, batch_size, shift=int(step * drift.popularity_ids_per_step))
+        turn = step / drift.teacher_steps * math.pi / 2 if drift.teacher_steps else 0.0
+        logit_B = self.teacher.logits(features, turn=turn)
+        click_B = torch.rand(batch_size, generator=generator, device=self._device) < torch.sigmoid(logit_B)
+        scaled = bool(drift.scale_features) and step >= drift.scale_at
+        count_BD = features.count_BD * self._drifted_scale_D if scaled else features.count_BD
+        return Batch(
+            dense_BD=self.options.dense.apply(count_BD),
+            onehot_BF=features.onehot_BF,
+            label_B=click_B.float(),
+            multihot_BGS=features.multihot_BGS,
+            sequence_BL=features.sequence_BL,
+            times_BL=features.times_BL,
+            teacher_logit_B=logit_B,
+        )
+
+
+def expected_logloss(logit: Tensor) -> Tensor:
+    """Log-loss to expect from the probabilities labels are drawn from: their entropy, in float64."""
+    logit = logit.double()
+    return functional.softplus(logit) - torch.sigmoid(logit) * logit
+
+
+def batch_seed(seed: int, position: int) -> int:
+    """32 bits, all that torch's CPU generator uses of a seed; no two positions of a stream share them.
+
+    Murmur3's finalizer is a bijection, so neighbours are far apart and still distinct.
+    """
+    bits = (_mix32(seed) + position) & 0xFFFFFFFF
+    return _mix32(bits)
+
+
+def _mix32(bits: int) -> int:
+    bits ^= bits >> 16
+    bits = bits * 0x85EBCA6B & 0xFFFFFFFF
+    bits ^= bits >> 13
+    bits = bits * 0xC2B2AE35 & 0xFFFFFFFF
+    return bits ^ bits >> 16
+
+
+def _feature_law(options: SyntheticOptions, device: torch.device) -> FeatureLaw:
+    return draw_feature_law(
+        options.teacher_seed,
+        onehot_sizes=options.onehot_sizes,
+        multihot_sizes=options.multihot_sizes,
+        sequence_size=options.sequence_size,
+        bag_length=options.bag_length,
+        sequence_length=options.sequence_length,
+        n_dense=options.n_dense,
+        zipf=options.zipf,
+        missing=options.missing,
+        device=device,
+    )
+
+
+def _open(path: Path | None, seed: int, device: torch.device, options: SyntheticOptions) -> Synthetic:
+    if path is not None:
+        raise InvalidInput(f"data set 'synthetic' is made, not read: leave out the path {path}")
+    return Synthetic(seed, device, options)
+
+
+DATASETS.add("synthetic", Source(SyntheticOptions, _open))
