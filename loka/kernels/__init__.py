@@ -1,0 +1,1 @@
+"""Kernels of several libraries behind one contract and one executor."""

@@ -1,0 +1,1 @@
+"""Modules that mods install and dispatch binds."""

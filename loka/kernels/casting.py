@@ -1,0 +1,87 @@
+"""Casting a stored tensor into every form its roles ask for.
+
+Casters are added like kernels. Each form goes to the first of ``PREFERENCE`` that takes it, and a caster gets all of its
+forms in one call, so that it can read the tensor as few times as possible.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loka.core.gemm import Device, TensorName
+from loka.core.recipe import Format
+from loka.core.registry import Registry
+from loka.kernels import providers
+from loka.kernels.device import device_of
+from loka.kernels.operand import Form, Operand
+from loka.numerics.formats import format_of, torch_dtype
+
+
+@dataclass(frozen=True)
+class CastProblem:
+    """A stored tensor as casters see it: which one it is, its shape and format, and where it lies."""
+
+    tensor: TensorName
+    rows: int
+    cols: int
+    format: Format
+    device: Device
+
+
+class Caster(Protocol):
+    """One implementation of casts to 8-bit forms."""
+
+    def why_not(self, form: Form, problem: CastProblem) -> str | None:
+        """Why this caster does not write ``form`` of that tensor, or None."""
+        ...
+
+    def cast(self, tensor: Tensor, forms: Sequence[Form]) -> list[Operand]:
+        """The operands of ``forms``, in their order. ``tensor`` is 2-D; traceable by torch.compile."""
+        ...
+
+
+CASTERS: Registry[Caster] = Registry("caster", discover=providers.import_all)
+
+PREFERENCE = ("onednn", "fbgemm", "torch")  # fastest first where able; torch takes everything
+
+
+def choose_caster(form: Form, problem: CastProblem) -> str:
+    """The caster that writes ``form`` of this tensor."""
+    return next(name for name in PREFERENCE if name in CASTERS and CASTERS.get(name).why_not(form, problem) is None)
+
+
+def cast(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> tuple[Operand, ...]:
+    """Cast the 2-D ``tensor`` into all ``forms``: high-precision ones by dtype alone, the others by their casters."""
+    operands: dict[Form, Operand] = {form: cast_high_precision(tensor, form) for form in forms if not form.spec.format.is_8bit}
+    for caster, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
+        operands.update(zip(share, CASTERS.get(caster).cast(tensor, share), strict=True))
+    return tuple(operands[form] for form in forms)
+
+
+def cast_high_precision(tensor: Tensor, form: Form) -> Operand:
+    """A change of dtype, and for the transpose a view: high-precision GEMMs take either order of axes."""
+    codes = tensor.to(torch_dtype(form.spec.format))
+    codes = codes.t() if form.transposed else codes
+    return Operand(codes, None, codes.shape[0], codes.shape[1], form.spec)
+
+
+def _by_caster(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict[str, list[Form]]:
+    if not forms:
+        return {}
+    problem = CastProblem(name, tensor.shape[0], tensor.shape[1], format_of(tensor.dtype), _device(tensor))
+    shares: dict[str, list[Form]] = {}
+    for form in forms:
+        shares.setdefault(choose_caster(form, problem), []).append(form)
+    return shares
+
+
+@torch.compiler.assume_constant_result
+def _device_of(device: torch.device) -> Device:
+    return device_of(device)
+
+
+def _device(tensor: Tensor) -> Device:
+    return _device_of(tensor.device)

@@ -1,0 +1,80 @@
+"""Operands: how a kernel wants a tensor cast, and a tensor that was cast that way.
+
+An operand is a matrix with the contracted axis last (see ``loka.core.gemm``). It is taken from a stored tensor as it is
+or transposed; the stored tensor with that choice and the spec is a form. Roles that ask for equal forms share one cast.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from loka.core.recipe import Accumulation, Format, Recipe, Scaling
+
+
+class Layout(StrEnum):
+    """How the codes lie in memory."""
+
+    PLAIN = "plain"  # contracted axis contiguous; in high precision any strides
+    ONEDNN = "onednn"  # plain, and packed once into oneDNN's own blocks
+
+
+@dataclass(frozen=True)
+class OperandSpec:
+    """How an operand must be cast for a kernel. Both axes are zero-padded to the multiples given."""
+
+    format: Format
+    scaling: Scaling = Scaling.NONE
+    outer_multiple: int = 1
+    contraction_multiple: int = 1
+    static_scale: float | None = None  # the constant of STATIC scaling
+    layout: Layout = Layout.PLAIN
+
+    def __str__(self) -> str:
+        return str(self.format) if self.scaling is Scaling.NONE else f"{self.format} {self.scaling}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """One cast that a stored tensor is asked for."""
+
+    spec: OperandSpec
+    transposed: bool
+
+    def __str__(self) -> str:
+        return f"{self.spec}ᵀ" if self.transposed else str(self.spec)
+
+
+def recipe_of(specs: tuple[OperandSpec, OperandSpec], accumulation: Accumulation) -> Recipe:
+    """The recipe of a kernel that multiplies its operands as they are given."""
+    a, b = specs
+    return Recipe(a.format, a.scaling, b.format, b.scaling, accumulation)
+
+
+class Operand(NamedTuple):
+    """A cast matrix: ``codes`` padded as the spec asks, ``outer`` and ``contraction`` as they were before padding."""
+
+    codes: Tensor
+    scale: Tensor | None
+    outer: int
+    contraction: int
+    spec: OperandSpec
+
+    def unpadded(self) -> Tensor:
+        return self.codes[: self.outer, : self.contraction]
+
+
+def padded_size(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+MOST_PADDING = 1.25
+
+
+def padding_refusal(name: str, size: int, multiple: int) -> str | None:
+    """Why an axis should not be padded to ``multiple``: the work grows by more than MOST_PADDING, so it cannot pay."""
+    padded = padded_size(size, multiple)
+    if padded > MOST_PADDING * size:
+        return f"{name}={size} would be padded to {padded} (a multiple of {multiple}), {padded / max(size, 1):.2g}× the work"
+    return None

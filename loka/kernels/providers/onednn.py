@@ -1,0 +1,221 @@
+"""INT8 on the CPU through oneDNN: torch's own build of it, so nothing else to install.
+
+oneDNN wants b in blocks of its own. Packing costs more than a small GEMM, so it is done with the cast of b and kept for
+as long as the codes live; a packed b is found by the identity of its codes and their version, which moves whenever a
+weight cast is refreshed in place.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from loka.core.gemm import Device, GemmProblem, Role
+from loka.core.recipe import Format, Recipe, Scaling
+from loka.kernels.casting import CASTERS, CastProblem
+from loka.kernels.contract import add_kernel
+from loka.kernels.operand import Form, Layout, Operand, OperandSpec
+from loka.numerics.scaling import scale_from_amax
+
+SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms where fp32 takes 0.2 (Xeon with AMX, 2048×13×512)
+LONGEST_CONTRACTION = 2**31 // 127**2  # past it the int32 sum of products can overflow
+
+B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE, layout=Layout.ONEDNN)
+
+
+def _missing(device: Device) -> str | None:
+    if device.type != "cpu":
+        return "runs on the CPU alone"
+    if not torch.backends.mkldnn.is_available():
+        return "this build of torch has no oneDNN"
+    return None
+
+
+def _why_not(problem: GemmProblem) -> str | None:
+    if problem.k < SHORTEST_CONTRACTION:
+        return f"oneDNN has no fast code for contractions under {SHORTEST_CONTRACTION}, got k={problem.k}"
+    if problem.k > LONGEST_CONTRACTION:
+        return f"int32 sums can overflow past k={LONGEST_CONTRACTION}, got k={problem.k}"
+    return None
+
+
+@dataclass(frozen=True)
+class OnednnInt8:
+    """int8 codes of both operands, multiplied exactly, scales applied to the int32 sums."""
+
+    variant: str
+    a_scaling: Scaling
+
+    @property
+    def name(self) -> str:
+        return f"onednn.{self.variant}"
+
+    def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
+        return OperandSpec(Format.INT8, self.a_scaling), B_SPEC
+
+    def recipe(self, role: Role) -> Recipe:
+        return Recipe(Format.INT8, self.a_scaling, Format.INT8, Scaling.ROWWISE)
+
+    def missing(self, device: Device) -> str | None:
+        return _missing(device)
+
+    def why_not(self, problem: GemmProblem) -> str | None:
+        return _why_not(problem)
+
+    def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        return torch.ops.loka.onednn_int8_mm(a.codes, a.scale, b.codes, b.scale, bias, out_dtype)
+
+
+@dataclass(frozen=True)
+class OnednnInt8Dynamic:
+    """torch's dynamically quantized linear: it casts a inside, to unsigned int8 with one scale and zero point."""
+
+    name: str = "onednn.int8_dynamic"
+
+    def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
+        return OperandSpec(Format.FP32), B_SPEC
+
+    def recipe(self, role: Role) -> Recipe:
+        return Recipe(Format.INT8, Scaling.TENSORWISE, Format.INT8, Scaling.ROWWISE)
+
+    def missing(self, device: Device) -> str | None:
+        if "onednn" not in torch.backends.quantized.supported_engines:
+            return "this build of torch has no quantized engine onednn"
+        return _missing(device)
+
+    def why_not(self, problem: GemmProblem) -> str | None:
+        if problem.role is not Role.FPROP:
+            return "its cast of a floors the scale at 6e-5, which flushes small gradients to zero"
+        return _why_not(problem)
+
+    def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        out = torch.ops.loka.onednn_int8_dynamic_mm(a.codes, b.codes, b.scale).to(out_dtype)
+        return out if bias is None else out + bias.to(out_dtype)
+
+
+@CASTERS.register("onednn")
+class OnednnCaster:
+    """int8 with row or tensor scales on the CPU in a third of the passes of the oracle, and the packing of b."""
+
+    def why_not(self, form: Form, problem: CastProblem) -> str | None:
+        if problem.device.type != "cpu" or form.spec.format is not Format.INT8:
+            return "writes int8 on the CPU alone"
+        if form.spec.scaling not in (Scaling.ROWWISE, Scaling.TENSORWISE):
+            return f"writes row and tensor scales, not {form.spec.scaling}"
+        return None
+
+    def cast(self, tensor: Tensor, forms: Sequence[Form]) -> list[Operand]:
+        return [_cast(tensor.t() if form.transposed else tensor, form.spec) for form in forms]
+
+
+def _cast(x: Tensor, spec: OperandSpec) -> Operand:
+    dims = 1 if spec.scaling is Scaling.ROWWISE else (0, 1)
+    if x.numel() == 0:  # there is nothing to reduce over
+        scale = torch.ones(x.shape[0] if dims == 1 else 1, 1)
+    else:
+        amax = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True))  # half the time of abs().amax()
+        scale = scale_from_amax(amax.float(), Format.INT8)
+    # No clamp: |x| ≤ 127 scales. A NaN scale leaves codes undefined, and makes whatever they are NaN.
+    codes = torch.div(x, scale).round_().to(torch.int8).contiguous()
+    if spec.layout is Layout.ONEDNN and not torch.compiler.is_compiling():  # a traced graph packs when it multiplies
+        _PACKED_FOR_INT8.get(codes)
+    return Operand(codes, scale, x.shape[0], x.shape[1], spec)
+
+
+class _PackedCache:
+    """What ``pack`` made of a tensor, for as long as that tensor lives and its version stands."""
+
+    def __init__(self, pack: Callable[..., object]) -> None:
+        self._pack = pack
+        self._entries = WeakTensorKeyDictionary()
+
+    def get(self, codes: Tensor, *details: Tensor) -> object:
+        entry = self._entries.get(codes)
+        if entry is None or entry[0] != codes._version:
+            entry = (codes._version, self._pack(codes, *details))
+            self._entries[codes] = entry
+        return entry[1]
+
+
+def _pack_for_int8(codes_NK: Tensor) -> Tensor:
+    return torch.ops.onednn.qlinear_prepack(codes_NK, None)
+
+
+def _pack_for_dynamic(codes_NK: Tensor, scale_N1: Tensor) -> object:
+    zeros_N = torch.zeros(codes_NK.shape[0], dtype=torch.long)
+    engines = torch.backends.quantized
+    before, engines.engine = engines.engine, "onednn"  # packing remembers the engine; multiplying does not ask again
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantized dtypes are deprecated; on Arm nothing else reaches this speed yet
+            weight_NK = torch._make_per_channel_quantized_tensor(codes_NK, scale_N1.flatten().double(), zeros_N, 0)
+            return torch.ops.quantized.linear_prepack(weight_NK, None)
+    finally:
+        engines.engine = before
+
+
+_PACKED_FOR_INT8 = _PackedCache(_pack_for_int8)
+_PACKED_FOR_DYNAMIC = _PackedCache(_pack_for_dynamic)
+
+
+@cache
+def _int32_zeros(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.int32)
+
+
+@torch.library.custom_op("loka::onednn_int8_mm", mutates_args=(), device_types="cpu")
+def onednn_int8_mm(
+    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """(a·bᵀ)·scales + bias. A tensor scale is applied by oneDNN; row scales of a in a pass over the output."""
+    rowwise = a_scale.numel() != 1
+    out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
+        a_MK,
+        torch.ones(1) if rowwise else a_scale.flatten(),
+        _int32_zeros(1),
+        _PACKED_FOR_INT8.get(b_NK),
+        b_scale_N1.flatten(),
+        _int32_zeros(b_NK.shape[0]),
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
+    if rowwise:
+        out_MN.mul_(a_scale)
+    if bias_N is not None:
+        out_MN.add_(bias_N)
+    return out_MN.to(out_dtype)
+
+
+@onednn_int8_mm.register_fake
+def _(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
+
+
+@torch.library.custom_op("loka::onednn_int8_dynamic_mm", mutates_args=(), device_types="cpu")
+def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Tensor:
+    packed = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1)
+    try:
+        return torch.ops.quantized.linear_dynamic(a_MK, packed, False)
+    except RuntimeError:
+        if a_MK.isfinite().all():
+            raise
+        return a_MK.new_full((a_MK.shape[0], b_NK.shape[0]), torch.nan)  # its cast refuses NaN, which must stay visible
+
+
+@onednn_int8_dynamic_mm.register_fake
+def _(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Tensor:
+    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]))
+
+
+add_kernel(OnednnInt8("int8", Scaling.ROWWISE))
+add_kernel(OnednnInt8("int8_tensorwise", Scaling.TENSORWISE))
+add_kernel(OnednnInt8Dynamic())

@@ -1,0 +1,93 @@
+"""One site under autograd: the executor's casts and GEMMs, with what backward needs saved in its cast form.
+
+Axes:  M rows of the batch,  K in_features,  N out_features.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.core.gemm import Role, TensorName
+from loka.kernels.executor import SiteExecutor
+from loka.kernels.operand import Form, Operand
+
+Casts = Mapping[Form, Operand]
+
+
+def run_site(
+    executor: SiteExecutor, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, weight_casts: Casts, out_dtype: torch.dtype
+) -> Tensor:
+    """y = x·wᵀ + b by the executor's kernels, differentiable. ``weight_casts`` holds every 8-bit form of the weight."""
+    forms = tuple(weight_casts)
+    tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
+    return _Site.apply(x_MK, weight_NK, bias_N, executor, out_dtype, forms, *tensors)
+
+
+class _Site(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MK: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        executor: SiteExecutor,
+        out_dtype: torch.dtype,
+        cached_forms: tuple[Form, ...],
+        *cached: Tensor,
+    ) -> Tensor:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        weight_casts = _with_high_precision(executor, weight_NK, _unflatten(weight_NK, cached_forms, cached), Role.FPROP)
+        # x is cast once into what fprop reads and, where the weight is trained, into what wgrad will read.
+        roles = (Role.FPROP, Role.WGRAD) if needs_weight else (Role.FPROP,)
+        x_casts = _cast(executor, TensorName.X, x_MK, roles)
+        with torch.autocast(x_MK.device.type, enabled=False):
+            y_MN = executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N)
+
+        ctx.executor, ctx.x_dtype, ctx.bias_dtype = executor, x_MK.dtype, None if bias_N is None else bias_N.dtype
+        ctx.shape, ctx.cached_forms = x_MK.shape, cached_forms
+        ctx.x_form = executor.operand_forms(Role.WGRAD)[1]
+        saved_x = (x_casts[ctx.x_form].codes, x_casts[ctx.x_form].scale) if needs_weight else (None, None)
+        ctx.save_for_backward(weight_NK, *saved_x, *(cached if needs_x else ()))
+        return y_MN
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy_MN,) = grads
+        executor: SiteExecutor = ctx.executor
+        weight_NK, x_codes, x_scale, *cached = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx_MK = dw_NK = None
+        roles = tuple(role for role, needed in ((Role.DGRAD, needs_x), (Role.WGRAD, needs_weight)) if needed)
+        dy_casts = _cast(executor, TensorName.DY, dy_MN, roles)
+        with torch.autocast(dy_MN.device.type, enabled=False):
+            if needs_x:
+                casts = _with_high_precision(executor, weight_NK, _unflatten(weight_NK, ctx.cached_forms, cached), Role.DGRAD)
+                dx_MK = executor.multiply(Role.DGRAD, dy_casts, casts, ctx.x_dtype)
+            if needs_weight:
+                x_operand = _operand(ctx.x_form, x_codes, x_scale, ctx.shape)
+                dw_NK = executor.multiply(Role.WGRAD, dy_casts, {ctx.x_form: x_operand}, weight_NK.dtype)
+        db_N = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return (dx_MK, dw_NK, db_N, None, None, None, *(None for _ in ctx.needs_input_grad[6:]))
+
+
+def _cast(executor: SiteExecutor, name: TensorName, tensor: Tensor, roles: tuple[Role, ...]) -> Casts:
+    with torch.autocast(tensor.device.type, enabled=False):
+        return executor.cast(name, tensor, roles)
+
+
+def _with_high_precision(executor: SiteExecutor, weight_NK: Tensor, casts: dict[Form, Operand], role: Role) -> Casts:
+    """A high-precision form of the weight is a view or a change of dtype: made on the spot, never kept."""
+    _, form = executor.operand_forms(role)
+    return casts if form.spec.format.is_8bit else _cast(executor, TensorName.W, weight_NK, (role,))
+
+
+def _unflatten(weight_NK: Tensor, forms: tuple[Form, ...], tensors: Sequence[Tensor]) -> dict[Form, Operand]:
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return {form: _operand(form, codes, scale, weight_NK.shape) for form, (codes, scale) in zip(forms, pairs, strict=True)}
+
+
+def _operand(form: Form, codes: Tensor, scale: Tensor | None, shape: torch.Size) -> Operand:
+    outer, contraction = (shape[1], shape[0]) if form.transposed else (shape[0], shape[1])
+    return Operand(codes, scale, outer, contraction, form.spec)
