@@ -65,6 +65,12 @@ def format_of(dtype: torch.dtype) -> Format:
     return _FORMATS[dtype]
 
 
+def require_encodable(x: Tensor, format: Format) -> None:
+    """Refuse a tensor that FP32 cannot hold exactly, since it would be rounded twice."""
+    if x.dtype not in _ENCODABLE:
+        raise InvalidInput(f"cannot encode {x.dtype} as {format}: cast to float32 first (bfloat16 and float16 are taken too)")
+
+
 def encode(x: Tensor, format: Format) -> Tensor:
     """Round to the nearest value of ``format``, ties to even; finite values past its maximum saturate.
 
@@ -72,8 +78,7 @@ def encode(x: Tensor, format: Format) -> Tensor:
     become 0, and the caller marks their scale.
     """
     limit, dtype = info(format).max, info(format).dtype
-    if x.dtype not in _ENCODABLE:
-        raise InvalidInput(f"cannot encode {x.dtype} as {format}: cast to float32 first (bfloat16 and float16 are taken too)")
+    require_encodable(x, format)
     x = x.float()  # exact; narrower inputs would let a compiler round by way of another format
     if format is Format.INT8:
         return torch.where(x.isfinite(), x, 0.0).round().clamp(-limit, limit).to(dtype)

@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from loka.core.errors import InvalidInput
 from loka.core.recipe import Format, Scaling
-from loka.numerics.formats import decode, encode, info
+from loka.numerics.formats import decode, encode, info, require_encodable
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # a subnormal scale loses bits, or is flushed to zero
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 _TRANSPOSED: dict[str, Scaling] = {  # by ``scaling.value``, see formats.py
     Scaling.TENSORWISE: Scaling.TENSORWISE,
@@ -79,6 +80,7 @@ def quantize(x: Tensor, format: Format, scaling: Scaling, *, static_scale: float
     no code for them, so there they make the scale NaN).
     """
     _require_2d(x)
+    require_encodable(x, format)
     if (static_scale is not None) != (scaling is Scaling.STATIC):
         given = "without one" if static_scale is None else f"with {scaling} scaling"
         raise InvalidInput(f"static_scale belongs to static scaling and to no other, got a call {given}")
@@ -129,8 +131,8 @@ def _static_scale(scale: float | Tensor, device: torch.device) -> Tensor:
             raise InvalidInput(f"static_scale is one value for the whole tensor, got shape {tuple(scale.shape)}")
         scale_11 = scale.to(device=device, dtype=torch.float32).reshape(1, 1)
         # Its value cannot be read without waiting for the device, so an unusable one makes everything NaN instead.
-        return torch.where(scale_11.isfinite() & (scale_11 >= _SMALLEST_SCALE), scale_11, math.nan)
-    if not (math.isfinite(scale) and scale >= _SMALLEST_SCALE):
+        return torch.where((scale_11 >= _SMALLEST_SCALE) & (scale_11 <= _LARGEST_SCALE), scale_11, math.nan)
+    if not _SMALLEST_SCALE <= scale <= _LARGEST_SCALE:
         raise InvalidInput(f"static_scale must be a positive normal FP32 number, got {scale}")
     return torch.full((1, 1), scale, dtype=torch.float32, device=device)
 
