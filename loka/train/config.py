@@ -1,0 +1,82 @@
+"""What a training run is: everything that decides its numbers, and where its files go. Imports no torch: the CLI reads it."""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from loka.core.errors import InvalidInput
+
+Option = str | int | float | tuple[int, ...]  # a command line gives text, which the model or data set reads as it needs
+
+# A run may be continued for longer, save more or less often, and move to another folder: none of it changes a number.
+_FREE_ON_RESUME = ("steps", "checkpoint_every", "out", "data_path")
+
+
+class Precision(StrEnum):
+    FP32 = "fp32"
+    TF32 = "tf32"  # stored as fp32, rounded inside the GEMM
+    BF16 = "bf16"  # by autocast
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. Runs of the same ``seed`` start from the same weights and see the same batches in the same order."""
+
+    model: str
+    """wukong, dlrm, dcnv2 or interformer."""
+    preset: str = "small"
+    """Size of the model: tiny, small, base or large."""
+    model_options: dict[str, Option] = field(default_factory=dict)
+    """Replace fields of the preset, e.g. --model-options.dropout 0.2."""
+    data: str = "synthetic"
+    """synthetic, movielens or criteo."""
+    data_path: str | None = None
+    """Where the data set lies: MovieLens-1M's folder, or Criteo's TSV file."""
+    data_options: dict[str, Option] = field(default_factory=dict)
+    """Options of the data set, e.g. --data-options.dense raw."""
+    steps: int | None = None
+    """How many batches to learn from; by default one pass over the training data."""
+    batch_size: int = 2048
+    """Examples in a batch."""
+    lr: float = 1e-3
+    """Learning rate of Adam, on the dense part."""
+    embedding_lr: float = 0.02
+    """Learning rate of row-wise Adagrad, on the embeddings."""
+    weight_decay: float = 0.0
+    """Decay of the dense part's matrices."""
+    warmup_steps: int = 100
+    """Steps over which both learning rates rise to their value."""
+    precision: Precision = Precision.FP32
+    """Arithmetic of the dense part."""
+    compile: bool = False
+    """torch.compile the dense part."""
+    seed: int = 0
+    """Decides the first weights and the order of the data."""
+    device: str = "auto"
+    """cpu, cuda, or auto: CUDA where there is one."""
+    log_every: int = 50
+    """Steps between lines of metrics."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints."""
+    out: str | None = "run"
+    """Folder for metrics, checkpoints and summary."""
+
+    def __post_init__(self) -> None:
+        for name, least in [("steps", 1), ("batch_size", 1), ("log_every", 1), ("checkpoint_every", 1), ("warmup_steps", 0)]:
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidInput(f"{name} must be at least {least}, got {value}")
+        for name in ("lr", "embedding_lr"):
+            if not getattr(self, name) > 0:
+                raise InvalidInput(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.weight_decay < 0:
+            raise InvalidInput(f"weight_decay must not be negative, got {self.weight_decay}")
+        if self.data_path is not None and not Path(self.data_path).exists():
+            raise InvalidInput(f"there is nothing at {self.data_path}: give the path of the {self.data} data")
+
+    def identity(self, device_type: str) -> dict[str, object]:
+        """The fields that decide the run's numbers, as JSON holds them: a checkpoint continues only a run with the same."""
+        fields = asdict(self) | {"device": device_type}
+        return msgspec.json.decode(msgspec.json.encode({k: v for k, v in fields.items() if k not in _FREE_ON_RESUME}))

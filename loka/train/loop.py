@@ -1,0 +1,162 @@
+"""``train``: open the data, build the model, and go through the batches; ``evaluate``: score a model on held-out ones."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from loka.core.errors import InvalidInput
+from loka.data.batch import Batch
+from loka.data.dataset import Dataset, open_dataset
+from loka.models.recommender import Recommender
+from loka.models.registry import MODELS, build_model
+from loka.train.config import Precision, TrainConfig
+from loka.train.metrics import Metrics, MetricSums
+from loka.train.nonfinite import NonFiniteLoss, find_nonfinite, save_batch
+from loka.train.precision import autocast, matmul_precision, resolve_device
+from loka.train.progress import Progress, Silent
+from loka.train.run_folder import LogRow, RunFolder
+from loka.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to: the trained model, and its quality on the stream it learned from and on held-out examples."""
+
+    model: Recommender
+    steps: int
+    lifetime: Metrics  # of every prediction before its example was learned from
+    test: Metrics
+    bad_rows: int  # malformed rows left out of the data
+
+
+def train(config: TrainConfig, *, resume: bool = False, progress: Progress | None = None) -> TrainResult:
+    """Train a model as ``config`` says and score it on the data set's held-out part.
+
+    With ``resume`` a run that was stopped, even killed, continues from its newest checkpoint: on the CPU to the same bits as
+    if it had never stopped. Raises ``NonFiniteLoss`` when the loss is NaN or infinite.
+    """
+    progress = progress or Silent()
+    device = resolve_device(config.device, config.precision)
+    folder = RunFolder(config.out) if config.out else None
+    # Mistakes first, before data that may take minutes to read.
+    if folder and not resume:
+        folder.refuse_if_taken()
+    MODELS.get(config.model)
+    with _own_random_numbers(config.seed, device), matmul_precision(config.precision):
+        data = open_dataset(config.data, path=config.data_path, seed=config.seed, device=device, **config.data_options)
+        steps = _steps(config, data)
+        model = build_model(config.model, config.preset, data.schema, **config.model_options)
+        trainer = Trainer(model, config)
+        if folder:
+            folder.begin(trainer)
+        with progress:
+            progress.start(trainer.steps_done, steps)
+            _run_steps(trainer, data, steps, folder, progress)
+        test = evaluate(model, data.test(config.batch_size), config.precision)
+    result = TrainResult(model, trainer.steps_done, trainer.lifetime.metrics(), test, data.bad_rows)
+    if folder:
+        folder.write_summary(
+            {
+                "steps": result.steps,
+                "lifetime": result.lifetime,
+                "test": result.test,
+                "bad_rows": result.bad_rows,
+                "config": asdict(config),
+            }
+        )
+    return result
+
+
+def _run_steps(trainer: Trainer, data: Dataset, steps: int, folder: RunFolder | None, progress: Progress) -> None:
+    config = trainer.config
+    clock = _Clock()
+    for batch in islice(data.train(config.batch_size, start=trainer.steps_done), max(0, steps - trainer.steps_done)):
+        trainer.step(batch)
+        progress.step()
+        is_last = trainer.steps_done == steps
+        if is_last or trainer.steps_done % config.log_every == 0:
+            _check_finite(trainer, data)
+            row = _close_window(trainer, clock)
+            progress.log(row)
+            if folder:
+                folder.append(row)
+        if folder and (is_last or trainer.steps_done % config.checkpoint_every == 0):
+            with clock.paused():
+                _check_finite(trainer, data)
+                folder.save(trainer)
+
+
+def evaluate(model: Recommender, batches: Iterable[Batch], precision: Precision = Precision.FP32) -> Metrics:
+    """Score ``model`` on ``batches``, which must be on its device. Leaves the model in the mode it was in."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    sums = MetricSums(device)
+    model.eval()
+    try:
+        with torch.no_grad(), autocast(precision, device):
+            for batch in batches:
+                sums.add(model(batch), batch.label_B, batch.teacher_logit_B)
+    finally:
+        model.train(was_training)
+    if not sums.examples:
+        raise InvalidInput("there is nothing to evaluate on: the batches hold no example")
+    return sums.metrics()
+
+
+def _steps(config: TrainConfig, data: Dataset) -> int:
+    steps = config.steps or data.batches_per_epoch(config.batch_size)
+    if not steps:
+        raise InvalidInput(f"the data set {config.data!r} never ends: say how many steps to train, e.g. --steps 500")
+    return steps
+
+
+def _close_window(trainer: Trainer, clock: "_Clock") -> LogRow:
+    window = trainer.window.metrics()
+    trainer.lifetime.merge(trainer.window)
+    trainer.window.reset()
+    return LogRow(trainer.steps_done, window, trainer.lifetime.metrics(), window.examples / clock.lap())
+
+
+def _check_finite(trainer: Trainer, data: Dataset) -> None:
+    step = trainer.guard.first_bad_step()
+    if step is None:
+        return
+    config = trainer.config
+    batch = next(data.train(config.batch_size, start=step))
+    with autocast(config.precision, trainer.device):
+        where = find_nonfinite(trainer.model, batch)
+    batch_file = Path(config.out) / f"batch-of-step-{step}.safetensors" if config.out else None
+    if batch_file:
+        save_batch(batch_file, batch)
+    raise NonFiniteLoss(step, where, batch_file)
+
+
+@contextmanager
+def _own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch for the block and give the caller's random state back behind it."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+class _Clock:
+    """Seconds between laps, without those paused."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._start = now - self._start, now
+        return seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - before

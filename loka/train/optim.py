@@ -1,0 +1,88 @@
+"""The two optimizers of a recommendation model: Adam for the dense part, row-wise Adagrad for the embedding tables.
+
+Both honour ``found_inf``, the flag that torch's own GradScaler sets on an optimizer: a float tensor on the device, and
+where it is 1 the step changes nothing. The decision stays on the device, so a step never waits for the host.
+
+Axes:  R rows of a table,  U rows a batch touched,  E width of an embedding.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one accumulator a row: the running sum of the row's mean squared gradient.
+
+    Takes sparse gradients, of which only the touched rows cost anything or change, and dense ones, in which a row of
+    zeros changes nothing either. Parameters are tables of two axes.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, eps: float = 1e-8) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+        for group in self.param_groups:
+            for table_RE in group["params"]:
+                if table_RE.ndim != 2:
+                    raise ValueError(f"row-wise Adagrad is for tables of two axes, got shape {tuple(table_RE.shape)}")
+                # Made here and not at the first step, so that a checkpoint has the same tensors at every step.
+                self.state[table_RE]["sum_R"] = torch.zeros(table_RE.shape[0], device=table_RE.device, dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for table_RE in group["params"]:
+                if table_RE.grad is not None:
+                    self._update(table_RE, table_RE.grad, self.state[table_RE]["sum_R"], group["lr"], group["eps"])
+
+    def _update(self, table_RE: Tensor, gradient: Tensor, sum_R: Tensor, lr: float, eps: float) -> None:
+        if not gradient.is_sparse:
+            gradient_RE = self._without_bad(gradient)
+            sum_R.add_(gradient_RE.square().mean(1))
+            table_RE.sub_(lr * gradient_RE / (sum_R.sqrt() + eps)[:, None])
+            return
+        # An id that occurs twice in a batch is one row with the sum of its gradients, not two updates.
+        gradient = gradient.coalesce()
+        rows_U = gradient.indices()[0]
+        gradient_UE = self._without_bad(gradient.values())
+        sum_U = sum_R[rows_U] + gradient_UE.square().mean(1)
+        sum_R.index_copy_(0, rows_U, sum_U)
+        table_RE.index_add_(0, rows_U, gradient_UE / (sum_U.sqrt() + eps)[:, None], alpha=-lr)
+
+    def _without_bad(self, gradient: Tensor) -> Tensor:
+        """A zero gradient adds nothing to the sums and moves nothing."""
+        return gradient if self.found_inf is None else gradient.masked_fill(self.found_inf.bool(), 0.0)
+
+
+def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """Adam with decoupled weight decay on the matrices; biases and norms (one axis) are never decayed.
+
+    Fused on every device: one kernel instead of one a parameter, and the only form that reads ``found_inf``.
+    """
+    parameters = list(dense_part.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, fused=True)
+
+
+def warmed_up(lr: float, step: int, warmup_steps: int) -> float:
+    """The learning rate of ``step`` (from 0): a straight line up to ``lr`` over ``warmup_steps``, then constant."""
+    return lr * min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def named_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
+    """Every tensor of the optimizer's state as ``parameter.key``, the tensors themselves and not copies."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }

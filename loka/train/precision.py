@@ -1,0 +1,39 @@
+"""The device a run uses and the arithmetic on it."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from loka.core.errors import InvalidInput
+from loka.train.config import Precision
+
+
+def resolve_device(name: str, precision: Precision) -> torch.device:
+    """``auto`` is CUDA where there is one. A device that is not here, or lacks the precision, is refused."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise InvalidInput(f"device must be auto, cpu or cuda, got {name!r}")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise InvalidInput(f"device {name} was asked for, but torch sees no GPU here: use cpu or auto")
+    if name == "cpu" and precision is Precision.TF32:
+        raise InvalidInput("tf32 is an arithmetic of NVIDIA's tensor cores, and this run is on the CPU: use precision fp32")
+    return torch.device(name)
+
+
+@contextmanager
+def matmul_precision(precision: Precision) -> Iterator[None]:
+    """fp32 GEMMs on CUDA run in exactly the precision asked for inside the block; torch's own setting returns behind it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if precision is Precision.TF32 else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """For the forward pass. Embedding look-ups are no autocast op, so the tables stay fp32 and the dense part alone changes."""
+    return torch.autocast(device.type, torch.bfloat16) if precision is Precision.BF16 else nullcontext()

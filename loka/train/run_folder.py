@@ -1,0 +1,80 @@
+"""The files of a run: ``metrics.jsonl``, ``checkpoints/`` and ``summary.json`` in one folder, consistent after any kill."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from loka.core.errors import InvalidFile, InvalidInput
+from loka.core.files import atomic_write
+from loka.train.checkpoint import (
+    SCHEMA,
+    Checkpoint,
+    Header,
+    check_same_run,
+    list_checkpoints,
+    load_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+)
+from loka.train.metrics import Metrics
+from loka.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """One line of ``metrics.jsonl``; a NaN is written as null."""
+
+    step: int  # steps done
+    window: Metrics  # since the line before
+    lifetime: Metrics
+    samples_per_s: float
+
+
+class RunFolder:
+    """Where a run writes. The metrics file is cut back to the checkpoint on resume, so no step is there twice or missing."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.summary_file = self.path / "summary.json"
+
+    def refuse_if_taken(self) -> None:
+        if self.metrics_file.exists() or list_checkpoints(self.checkpoints):
+            raise InvalidInput(f"{self.path} holds a run already: continue it with --resume, or choose another --out")
+
+    def begin(self, trainer: Trainer) -> None:
+        """Make the folder ready: back at its newest checkpoint with ``trainer`` taken there, or empty where there is none."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.checkpoints)
+        checkpoints = list_checkpoints(self.checkpoints)
+        length = self._restore(trainer, checkpoints[-1]) if checkpoints else 0
+        with self.metrics_file.open("ab") as file:
+            file.truncate(length)
+
+    def _restore(self, trainer: Trainer, path: Path) -> int:
+        checkpoint = load_checkpoint(path)
+        check_same_run(path, checkpoint.header.config, trainer.identity())
+        length = checkpoint.header.metrics_bytes
+        if not self.metrics_file.exists() or self.metrics_file.stat().st_size < length:
+            raise InvalidFile(
+                f"{self.metrics_file} has lost lines written before {path.name}: put it back, or start afresh in another --out"
+            )
+        trainer.load(checkpoint.header.step, checkpoint.tensors)
+        return length
+
+    def append(self, row: LogRow) -> None:
+        with self.metrics_file.open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+
+    def save(self, trainer: Trainer) -> Path:
+        with self.metrics_file.open("rb+") as file:
+            os.fsync(file.fileno())  # the lines that the checkpoint counts on must not be lost behind it
+            length = os.fstat(file.fileno()).st_size
+        header = Header(SCHEMA, trainer.steps_done, trainer.identity(), length)
+        return save_checkpoint(self.checkpoints, Checkpoint(header, trainer.tensors()))
+
+    def write_summary(self, summary: dict[str, object]) -> None:
+        atomic_write(self.summary_file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

@@ -1,0 +1,97 @@
+"""The state of a training run and its one step: forward, backward, two optimizers, metrics. Never waits for the device."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loka.core.errors import InvalidFile, InvalidInput
+from loka.data.batch import Batch
+from loka.models.recommender import Recommender
+from loka.train.config import TrainConfig
+from loka.train.metrics import MetricSums
+from loka.train.nonfinite import FiniteGuard
+from loka.train.optim import RowWiseAdagrad, make_dense_optimizer, named_state, set_learning_rate, warmed_up
+from loka.train.precision import autocast, resolve_device
+
+
+class Trainer:
+    """A model with its optimizers, metrics and position in the data: all that a checkpoint holds."""
+
+    def __init__(self, model: Recommender, config: TrainConfig) -> None:
+        self.config = config
+        self.device = resolve_device(config.device, config.precision)
+        self.model = model.to(self.device).train()
+        if config.compile:
+            model.dense_part.compile()
+        self.dense_optimizer = make_dense_optimizer(model.dense_part, config.lr, config.weight_decay)
+        self.embedding_optimizer = RowWiseAdagrad(model.embeddings.parameters(), config.embedding_lr)
+        self.guard = FiniteGuard(self.device)
+        self.embedding_optimizer.found_inf = self.guard.found_inf
+        self.dense_optimizer.found_inf = self.guard.found_inf  # pyrefly: ignore[missing-attribute]
+        self.window, self.lifetime = MetricSums(self.device), MetricSums(self.device)
+        self.steps_done = 0
+
+    def step(self, batch: Batch) -> None:
+        """Learn from one batch. Metrics count the predictions made before the update, so of examples not yet learned from."""
+        if not len(batch):
+            raise InvalidInput(f"the batch of step {self.steps_done} is empty")
+        set_learning_rate(self.dense_optimizer, self.learning_rate(self.config.lr))
+        set_learning_rate(self.embedding_optimizer, self.learning_rate(self.config.embedding_lr))
+        with autocast(self.config.precision, self.device):
+            logits_B = self.model(batch)
+        loss = F.binary_cross_entropy_with_logits(logits_B, batch.label_B)
+        loss.backward()
+        self.guard.see(loss, self.steps_done)
+        for optimizer in (self.dense_optimizer, self.embedding_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        self.window.add(logits_B, batch.label_B, batch.teacher_logit_B)
+        self.steps_done += 1
+
+    def learning_rate(self, lr: float) -> float:
+        return warmed_up(lr, self.steps_done, self.config.warmup_steps)
+
+    def identity(self) -> dict[str, object]:
+        return self.config.identity(self.device.type)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a bit-identical continuation needs, by name; the tensors themselves and not copies."""
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        parts = {
+            "model": self.model.state_dict(),
+            "dense_optimizer": named_state(self.dense_optimizer, self.model.dense_part),
+            "embedding_optimizer": named_state(self.embedding_optimizer, self.model.embeddings),
+            "window": self.window.tensors(),
+            "lifetime": self.lifetime.tensors(),
+            "random": random,
+        }
+        return {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+
+    def load(self, steps_done: int, tensors: dict[str, Tensor]) -> None:
+        """Take over the state that ``tensors`` gave; names or shapes of another model are an ``InvalidFile``."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        for full_name, tensor in tensors.items():
+            part, _, name = full_name.partition("/")
+            parts.setdefault(part, {})[name] = tensor
+        try:
+            self.model.load_state_dict(parts["model"])
+        except RuntimeError as error:
+            raise InvalidFile(f"the checkpoint's weights do not fit the model, which has changed since: {error}") from error
+        _load_state(self.dense_optimizer, self.model.dense_part, parts["dense_optimizer"])
+        _load_state(self.embedding_optimizer, self.model.embeddings, parts["embedding_optimizer"])
+        self.window.load(parts["window"])
+        self.lifetime.load(parts["lifetime"])
+        torch.set_rng_state(parts["random"]["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(parts["random"]["cuda"], self.device)
+        self.steps_done = steps_done
+
+
+def _load_state(optimizer: torch.optim.Optimizer, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    parameters = dict(module.named_parameters())
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition(".")
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = tensor.to(parameter.device)

@@ -1,0 +1,129 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loka.core.errors import InvalidInput, UnknownName
+from loka.train.config import Precision, TrainConfig
+from loka.train.loop import evaluate, train
+from loka.train.nonfinite import NonFiniteLoss
+
+
+def config(planted: str, **changes: object) -> TrainConfig:
+    base = TrainConfig("dlrm", "tiny", data=planted, batch_size=64, warmup_steps=5, log_every=5, device="cpu", out=None)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_planted_function_is_learned_to_near_the_best_possible(planted):
+    result = train(config(planted, steps=400, lr=5e-3, embedding_lr=0.1, data_options={"test_examples": 4096}))
+    assert result.steps == 400
+    assert result.test.examples == 4096
+    assert result.test.best_ne < 0.55
+    assert result.test.best_ne < result.test.ne < 1.08 * result.test.best_ne
+    assert result.test.calibration == pytest.approx(1, abs=0.05)
+
+
+def test_one_pass_over_the_data_is_the_default_and_every_step_is_logged_once(planted, tmp_path):
+    result = train(config(planted, out=str(tmp_path)))
+    assert result.steps == 12
+    assert [row["step"] for row in rows(tmp_path)] == [5, 10, 12]
+    assert [row["window"]["examples"] for row in rows(tmp_path)] == [5 * 64, 5 * 64, 2 * 64]
+    assert rows(tmp_path)[-1]["lifetime"]["examples"] == 12 * 64
+    assert rows(tmp_path)[-1]["lifetime"]["log_loss"] == pytest.approx(result.lifetime.log_loss)
+    weights = [5, 5, 2]
+    mean = sum(w * row["window"]["log_loss"] for w, row in zip(weights, rows(tmp_path), strict=True)) / 12
+    assert result.lifetime.log_loss == pytest.approx(mean)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["test"]["log_loss"] == result.test.log_loss
+    assert summary["steps"] == 12
+
+
+def test_the_same_seed_is_the_same_run_and_leaves_the_callers_random_numbers_alone(planted):
+    torch.manual_seed(123)
+    expected = torch.rand(3)
+    torch.manual_seed(123)
+    runs = [train(config(planted, seed=seed, steps=6)) for seed in (7, 7, 8)]
+    assert torch.equal(torch.rand(3), expected)
+    first, again, other = (run.model.state_dict() for run in runs)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_bf16_run_stays_near_the_plain_one(planted):
+    plain = train(config(planted, steps=20))
+    half = train(config(planted, steps=20, precision=Precision.BF16))
+    assert half.test.log_loss != plain.test.log_loss
+    assert half.test.log_loss == pytest.approx(plain.test.log_loss, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_follows_the_plain_one(planted, tmp_path):
+    plain = train(config(planted, steps=20))
+    compiled = train(config(planted, steps=20, compile=True, out=str(tmp_path)))
+    assert compiled.test.log_loss == pytest.approx(plain.test.log_loss, rel=1e-4)
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    saved = {name.removeprefix("model/") for name in load_file(checkpoint) if name.startswith("model/")}
+    assert saved == plain.model.state_dict().keys()
+
+
+@pytest.mark.parametrize("bad_step", [0, 7, 9])
+def test_a_loss_that_is_not_finite_names_step_batch_and_module(planted, tmp_path, bad_step):
+    wanted = config(planted, steps=20, out=str(tmp_path), checkpoint_every=3, data_options={"inf_at": bad_step})
+    with pytest.raises(NonFiniteLoss, match=rf"step {bad_step} is not finite: dense_part\.[\w.]+ \(Linear\)") as caught:
+        train(wanted)
+    assert caught.value.step == bad_step
+    assert caught.value.batch_file is not None
+    assert load_file(caught.value.batch_file)["dense_BD"][0, 1] == math.inf
+    # Nothing after the bad step was written: every checkpoint and line is of a healthy run.
+    assert all(row["step"] <= bad_step for row in rows(tmp_path))
+    steps = [int(path.stem.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("*.safetensors")]
+    assert all(step <= bad_step for step in steps)
+
+
+def test_weights_that_overflowed_are_told_from_activations_that_did(planted):
+    with pytest.raises(NonFiniteLoss, match=r"the parameter \S+ was not finite before the step|gave the first output"):
+        train(config(planted, steps=20, lr=1e38, warmup_steps=0))
+
+
+def test_evaluating_needs_examples_and_keeps_the_mode(planted):
+    result = train(config(planted, steps=1))
+    result.model.train()
+    with pytest.raises(InvalidInput, match="nothing to evaluate on"):
+        evaluate(result.model, [])
+    assert result.model.training
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"steps": 0}, InvalidInput, "steps must be at least 1, got 0"),
+        ({"batch_size": 0}, InvalidInput, "batch_size must be at least 1"),
+        ({"lr": 0.0}, InvalidInput, "lr must be above 0"),
+        ({"lr": math.nan}, InvalidInput, "lr must be above 0"),
+        ({"weight_decay": -0.1}, InvalidInput, "weight_decay"),
+        ({"model": "wukon"}, UnknownName, "Did you mean 'wukong'"),
+        ({"preset": "huge"}, UnknownName, "tiny, small, base, large"),
+        ({"data": "movielen"}, UnknownName, "Known: "),
+        ({"data_path": "/nowhere/ml-1m"}, InvalidInput, "nothing at /nowhere/ml-1m"),
+        ({"device": "tpu"}, InvalidInput, "auto, cpu or cuda"),
+        ({"precision": Precision.TF32}, InvalidInput, "tensor cores.*use precision fp32"),
+        ({"model_options": {"dropuot": 0.1}}, InvalidInput, "dropuot"),
+        ({"data_options": {"tests": 1}}, InvalidInput, "no option 'tests'"),
+    ],
+)
+def test_mistakes_get_a_message(planted, changes, error, message):
+    with pytest.raises(error, match=message):
+        train(config(planted, **{"steps": 5} | changes))
+
+
+def test_endless_data_needs_a_number_of_steps():
+    with pytest.raises(InvalidInput, match=r"never ends.*--steps"):
+        train(TrainConfig("dlrm", "tiny", data="synthetic", device="cpu", out=None))

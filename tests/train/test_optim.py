@@ -1,0 +1,116 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from loka.train.optim import RowWiseAdagrad, make_dense_optimizer, named_state, warmed_up
+
+
+def sparse_gradient(ids: list[int], values_KE: Tensor, n_rows: int) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([ids]), values_KE, (n_rows, values_KE.shape[1]), check_invariants=True)
+
+
+def reference(table: list[list[float]], steps: list[tuple[list[int], list[list[float]]]], lr: float, eps: float):
+    """Row-wise Adagrad as a plain loop in Python's float64: gather each row's gradient, then update that row alone."""
+    sums = [0.0] * len(table)
+    table = [list(row) for row in table]
+    for ids, values in steps:
+        gradients: dict[int, list[float]] = {}
+        for row, value in zip(ids, values, strict=True):
+            gradients[row] = [a + b for a, b in zip(gradients.get(row, [0.0] * len(value)), value, strict=True)]
+        for row, gradient in gradients.items():
+            sums[row] += sum(g * g for g in gradient) / len(gradient)
+            table[row] = [w - lr * g / (sums[row] ** 0.5 + eps) for w, g in zip(table[row], gradient, strict=True)]
+    return table
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    n_rows=st.integers(1, 7),
+    width=st.integers(1, 5),
+    id_lists=st.lists(st.lists(st.integers(0, 6), max_size=6), min_size=1, max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_sparse_and_dense_gradients_follow_the_plain_loop(n_rows, width, id_lists, seed):
+    generator = torch.Generator().manual_seed(seed)
+    start_RE = torch.randn(n_rows, width, generator=generator)
+    steps = []
+    for ids in id_lists:
+        ids = [i % n_rows for i in ids]
+        steps.append((ids, torch.randn(len(ids), width, generator=generator)))
+    expected = torch.tensor(
+        reference(start_RE.double().tolist(), [(i, v.double().tolist()) for i, v in steps], 0.1, 1e-8), dtype=torch.float64
+    ).view(n_rows, width)
+
+    for dense in (False, True):
+        table = nn.Parameter(start_RE.clone())
+        optimizer = RowWiseAdagrad([table], lr=0.1)
+        for ids, values in steps:
+            gradient = sparse_gradient(ids, values, n_rows)
+            table.grad = gradient.to_dense() if dense else gradient
+            optimizer.step()
+        assert torch.allclose(table.double(), expected, atol=1e-5)
+
+
+def test_untouched_rows_keep_every_bit():
+    table = nn.Embedding(1000, 8, sparse=True)
+    before = table.weight.detach().clone()
+    optimizer = RowWiseAdagrad(table.parameters(), lr=0.5)
+    touched = torch.tensor([3, 17, 17, 999])
+    for _ in range(3):
+        table(touched).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = (table.weight != before).any(1)
+    assert changed.nonzero().flatten().tolist() == [3, 17, 999]
+    assert optimizer.state[table.weight]["sum_R"].nonzero().flatten().tolist() == [3, 17, 999]
+
+
+def test_found_inf_holds_both_optimizers_still():
+    table, dense = nn.Parameter(torch.ones(4, 2)), nn.Linear(2, 2)
+    rowwise, adam = RowWiseAdagrad([table], lr=0.1), make_dense_optimizer(dense, lr=0.1, weight_decay=0.1)
+
+    def step() -> None:
+        table.grad = sparse_gradient([1, 2], torch.full((2, 2), gradient), 4)
+        for parameter in dense.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        rowwise.step()
+        adam.step()
+
+    gradient = 1.0
+    step()  # momentum is there now, so a step with a zero gradient would still move
+    kept = [t.clone() for t in (table, *dense.parameters(), *named_state(adam, dense).values(), rowwise.state[table]["sum_R"])]
+    rowwise.found_inf = adam.found_inf = torch.ones(())
+    gradient = float("nan")
+    step()
+    now = (table, *dense.parameters(), *named_state(adam, dense).values(), rowwise.state[table]["sum_R"])
+    for before, after in zip(kept, now, strict=True):
+        assert torch.equal(before, after)
+    rowwise.found_inf = adam.found_inf = torch.zeros(())
+    gradient = 1.0
+    step()
+    assert not torch.equal(kept[0], table)
+    assert not torch.equal(kept[1], dense.weight)
+
+
+def test_weight_decay_shrinks_matrices_and_leaves_biases():
+    layer = nn.Linear(3, 3)
+    nn.init.ones_(layer.weight)
+    nn.init.ones_(layer.bias)
+    optimizer = make_dense_optimizer(layer, lr=0.1, weight_decay=0.5)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(layer.weight, torch.full((3, 3), 1 - 0.1 * 0.5))
+    assert torch.equal(layer.bias, torch.ones(3))
+
+
+def test_a_table_has_two_axes():
+    with pytest.raises(ValueError, match=r"two axes.*\(3,\)"):
+        RowWiseAdagrad([nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+def test_warm_up_is_a_line_then_constant():
+    assert [warmed_up(1.0, step, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert warmed_up(0.3, 0, 0) == 0.3

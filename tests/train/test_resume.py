@@ -1,0 +1,190 @@
+"""A run that is stopped, even killed, and resumed is the run that was never stopped: to the bit, on the CPU."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from loka.core.errors import InvalidFile, InvalidInput
+from loka.train.config import TrainConfig
+from loka.train.loop import train
+
+STEPS, EVERY = 120, 4
+COMMAND = (
+    f"train --model wukong --preset tiny --model-options.dropout 0.2 --steps {STEPS} --batch-size 64 --log-every 3 "
+    f"--checkpoint-every {EVERY} --device cpu --resume --data-options.test_examples 512 --data-options.onehot_sizes [9,99] "
+    "--data-options.multihot_sizes [] --data-options.bag_length 0"
+).split()
+
+
+def start(out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "loka", *COMMAND, "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def finish(out: Path) -> None:
+    output, _ = (process := start(out)).communicate(timeout=120)
+    assert process.returncode == 0, output
+
+
+def kill_after_first_line(out: Path, seconds: float) -> None:
+    process = start(out)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    assert first.startswith(("step", "resumed")), first + process.stdout.read()
+    time.sleep(seconds)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+
+
+def newest_tensors(out: Path) -> dict[str, Tensor]:
+    return load_file(max((out / "checkpoints").glob("step-*.safetensors")))
+
+
+def lines_without_speed(out: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["samples_per_s"]  # wall-clock, the one thing that differs
+    return rows
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    assert lines_without_speed(a) == lines_without_speed(b)
+    ours, theirs = newest_tensors(a), newest_tensors(b)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert json.loads((a / "summary.json").read_text())["test"] == json.loads((b / "summary.json").read_text())["test"]
+
+
+def test_killed_at_random_moments_and_resumed_is_the_uninterrupted_run(tmp_path):
+    finish(tmp_path / "whole")
+    assert [row["step"] for row in lines_without_speed(tmp_path / "whole")] == list(range(3, STEPS + 1, 3))
+    moments = random.Random(0)
+    reached = 0
+    for _ in range(3):
+        kill_after_first_line(tmp_path / "killed", moments.uniform(0.0, 0.4))
+        checkpoints = sorted((tmp_path / "killed" / "checkpoints").glob("step-*.safetensors"))
+        reached = max(reached, *(int(path.stem.removeprefix("step-")) for path in checkpoints))
+    assert 0 < reached < STEPS, "no kill struck in the middle of training: this test has shown nothing"
+    finish(tmp_path / "killed")
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    assert not list((tmp_path / "killed" / "checkpoints").glob(".*")), "a killed save's temporary file was left behind"
+
+
+def small_config(planted: str, out: Path, **changes: object) -> TrainConfig:
+    base = TrainConfig("dcnv2", "tiny", data=planted, batch_size=32, log_every=4, checkpoint_every=3, device="cpu")
+    return replace(base, out=str(out), **changes)  # type: ignore[arg-type]
+
+
+def test_a_longer_run_continues_a_shorter_one_and_two_checkpoints_are_kept(planted, tmp_path):
+    whole = train(small_config(planted, tmp_path / "whole", steps=12))
+    train(small_config(planted, tmp_path / "parts", steps=8))
+    parts = train(small_config(planted, tmp_path / "parts", steps=12), resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert parts.test == whole.test
+    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == [
+        "step-000000009.safetensors",
+        "step-000000012.safetensors",
+    ]
+
+
+def test_a_finished_run_resumes_to_its_own_result(planted, tmp_path):
+    first = train(small_config(planted, tmp_path, steps=8))
+    again = train(small_config(planted, tmp_path, steps=8), resume=True)
+    assert again.test == first.test
+    assert [row["step"] for row in lines_without_speed(tmp_path)] == [4, 8]
+
+
+def test_a_folder_with_a_run_is_not_overwritten(planted, tmp_path):
+    train(small_config(planted, tmp_path, steps=4))
+    with pytest.raises(InvalidInput, match=r"holds a run already: continue it with --resume, or choose another --out"):
+        train(small_config(planted, tmp_path, steps=4))
+
+
+def test_another_config_is_refused_naming_each_difference(planted, tmp_path):
+    train(small_config(planted, tmp_path, steps=4))
+    with pytest.raises(InvalidFile, match=r"lr was 0.001, now 0.01; seed was 0, now 3.*another out folder"):
+        train(small_config(planted, tmp_path, steps=8, lr=0.01, seed=3), resume=True)
+
+
+def newest(out: Path) -> Path:
+    return max((out / "checkpoints").glob("step-*.safetensors"))
+
+
+def with_header(path: Path, **changes: object) -> None:
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["loka"])
+    save_file(load_file(path), path, metadata={"loka": json.dumps(header | changes)})
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def make_foreign(path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, path)
+
+
+def make_newer(path: Path) -> None:
+    with_header(path, schema="loka.checkpoint/2", shards=8)
+
+
+def add_unknown_field(path: Path) -> None:
+    with_header(path, shards=8)
+
+
+def rename_a_weight(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.startswith("model/"))
+    tensors["model/another_layer.weight"] = tensors.pop(name)
+    save_file(tensors, path, metadata=metadata)
+
+
+def cut_metrics(path: Path) -> None:
+    (path.parent.parent / "metrics.jsonl").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            truncate,
+            r"is truncated or not a safetensors file.*delete it to resume from the one before",
+        ),
+        (make_foreign, r"no checkpoint of LoKA"),
+        (make_newer, r"schema 'loka.checkpoint/2', this LoKA reads 'loka.checkpoint/1'"),
+        (add_unknown_field, r"damaged header.*shards"),
+        (rename_a_weight, r"weights do not fit the model[\s\S]*another_layer"),
+        (cut_metrics, r"metrics.jsonl has lost lines"),
+    ],
+)
+def test_a_damaged_checkpoint_says_what_is_wrong(planted, tmp_path, damage, message):
+    config = small_config(planted, tmp_path, steps=4)
+    train(config)
+    damage(newest(tmp_path))
+    with pytest.raises(InvalidFile, match=message):
+        train(config, resume=True)
+
+
+def test_without_its_newest_checkpoint_a_run_resumes_from_the_one_before(planted, tmp_path):
+    train(small_config(planted, tmp_path / "whole", steps=10))
+    train(small_config(planted, tmp_path / "lost", steps=10))
+    newest(tmp_path / "lost").unlink()
+    train(small_config(planted, tmp_path / "lost", steps=10), resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "lost")
