@@ -6,10 +6,10 @@ A data set is added by writing one file in this package that ends with ``DATASET
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -17,6 +17,8 @@ import torch
 from loka.core.errors import InvalidInput
 from loka.core.registry import Registry
 from loka.data.batch import Batch, FeatureSchema
+
+Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 class Dataset(Protocol):
@@ -47,7 +49,7 @@ class Dataset(Protocol):
 class Source:
     """How a kind of data set is opened: its options, and what makes it from (path, seed, device, options)."""
 
-    options: type[Any]
+    options: type[msgspec.Struct]
     open: Callable[[Path | None, int, torch.device, Any], Dataset]
 
 
@@ -66,7 +68,7 @@ def open_dataset(
 ) -> Dataset:
     """Open a data set of ``DATASETS``; ``seed`` rules the order of its training examples.
 
-    ``options`` are the fields of the set's options class. Text from a command line is converted to the field's type.
+    ``options`` are the fields of the set's options class, e.g. ``dense="raw"``.
     """
     source = DATASETS.get(name)
     if seed < 0:
@@ -75,18 +77,38 @@ def open_dataset(
     return source.open(None if path is None else Path(path), seed, torch.device(device), parsed)
 
 
-def parse_options(name: str, options_type: type[Any], options: dict[str, object]) -> Any:
-    """Make ``options_type`` from a mapping; a name or value it does not take is refused, listing what it takes."""
-    known = [field.name for field in fields(options_type)]
-    for option in options:
+def parse_options(name: str, options_type: type[Options], options: Mapping[str, object]) -> Options:
+    """Make ``options_type`` from a mapping; a name or value it does not take is refused, listing the names it takes.
+
+    Numbers may come as text, lists and nested options as JSON text, as they do from a command line.
+    """
+    decoded = {option: _from_json(name, option, value) for option, value in options.items()}
+    _check_names(f"data set {name!r}", options_type, decoded)
+    try:
+        return msgspec.convert(decoded, options_type, strict=False, from_attributes=True)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"data set {name!r}: {error}") from error
+
+
+def _from_json(name: str, option: str, value: object) -> object:
+    if not (isinstance(value, str) and value.startswith(("[", "{"))):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise InvalidInput(f"data set {name!r}, option {option!r}: {value} is not JSON: {error}") from error
+
+
+def _check_names(owner: str, options_type: type[msgspec.Struct], options: Mapping[str, object]) -> None:
+    known = {field.name: field.type for field in msgspec.structs.fields(options_type)}
+    for option, value in options.items():
         if option not in known:
             close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise InvalidInput(f"data set {name!r} has no option {option!r}.{hint} Known: {', '.join(known)}")
-    try:
-        return msgspec.convert(options, options_type, strict=False, from_attributes=True)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"data set {name!r}: {error}. Options: {', '.join(known)}") from error
+            raise InvalidInput(f"{owner} has no option {option!r}.{hint} Known: {', '.join(known)}")
+        nested = known[option]
+        if isinstance(value, Mapping) and isinstance(nested, type) and issubclass(nested, msgspec.Struct):
+            _check_names(f"{owner}, option {option!r},", nested, value)
 
 
 def check_batch_size(batch_size: int, examples: int | None = None) -> None:

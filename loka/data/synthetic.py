@@ -10,9 +10,9 @@ Axes:  B examples,  D dense features,  and those of ``batch``.
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,8 +28,7 @@ CALIBRATION_EXAMPLES = 65_536
 _DEFAULT_VOCABULARIES = tuple(round(10 * 10_000 ** (f / 25)) for f in range(26))  # 10 to 100 000, evenly in the logarithm
 
 
-@dataclass(frozen=True)
-class Drift:
+class Drift(msgspec.Struct, frozen=True):
     """What changes as the stream goes on, by training step; nothing by default."""
 
     popularity_ids_per_step: float = 0.0  # ids move up this many ranks a step, the most popular one falling to the end
@@ -39,8 +38,9 @@ class Drift:
     scale_factor: float = 1000.0
 
 
-@dataclass(frozen=True)
-class SyntheticOptions:
+class SyntheticOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the stream is like; sizes are numbers of ids."""
+
     onehot_sizes: tuple[int, ...] = _DEFAULT_VOCABULARIES
     n_dense: int = 16
     multihot_sizes: tuple[int, ...] = (1_000, 20_000)
@@ -56,7 +56,7 @@ class SyntheticOptions:
     dense: DenseForm = DenseForm.LOG
     test_examples: int = 65_536
     teacher_seed: int = 0  # apart from the stream's own seed: runs over several seeds learn the same function
-    drift: Drift = field(default_factory=Drift)
+    drift: Drift = Drift()
 
     def __post_init__(self) -> None:
         if not self.onehot_sizes or min(self.onehot_sizes + self.multihot_sizes) < 1:

@@ -76,8 +76,9 @@ class Teacher:
                 fields.append(_weighted_sum(table_VR, ids_BS, (ids_BS != PADDING).to(table_VR.dtype)))
         fields.append(functional.embedding(features.onehot_BF + self.onehot_start_F, self.onehot_VR).flatten(1))
         standard_BD = (torch.log1p(features.count_BD) - self.log_mean_D) / self.log_std_D
-        given_BDR = standard_BD[..., None] * self.dense_DR + self.present_DR
-        fields.append(torch.where(standard_BD.isnan()[..., None], self.missing_DR, given_BDR).flatten(1))
+        missing_BD1 = standard_BD.isnan()[..., None]
+        dense_BDR = standard_BD.nan_to_num(0.0)[..., None] * self.dense_DR
+        fields.append((dense_BDR + self.present_DR + missing_BD1 * (self.missing_DR - self.present_DR)).flatten(1))
         return torch.cat(fields, 1)
 
     def to(self, device: torch.device) -> "Teacher":
