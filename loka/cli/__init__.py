@@ -12,8 +12,9 @@ app = App(
     help="Make 8-bit arithmetic practical for large recommendation models.",
     version=__version__,
 )
-app.command("loka.cli.kernels:kernels")
-app.command("loka.cli.train:train")
+app.command("loka.cli.kernels:kernels", help="List kernels, what runs here and why not; measure them at a shape.")
+app.command("loka.cli.train:train", help="Train a built-in model and score it on held-out examples.")
+app.command("loka.cli.bench:app", name="bench", help="Measure, print a table, and write it with hardware, versions and date.")
 
 
 def main() -> None:

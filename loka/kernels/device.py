@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 
+from loka.core.errors import InvalidInput
 from loka.core.gemm import Device
 
 
@@ -18,6 +19,26 @@ def device_of(device: torch.device) -> Device:
 def default_device() -> torch.device:
     """The GPU where there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_named(name: str | None) -> torch.device:
+    """A device as a user names it; the default one for None."""
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidInput(f"no device is called {name!r}: use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidInput(f"LoKA runs on cpu and cuda devices, got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"{name!r} was asked for, but torch sees no NVIDIA GPU here: use cpu")
+    return device
+
+
+def model_dtype(device: torch.device) -> torch.dtype:
+    """The dtype recommendation models are served in: bf16 on a GPU, fp32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @lru_cache

@@ -1,0 +1,1 @@
+"""What kernels cost: error and time."""

@@ -94,15 +94,18 @@ def _compiler() -> Callable[[Tensor, tuple[Form, ...]], list[tuple[Tensor, Tenso
     return torch.compile(quantize_forms, fullgraph=True, dynamic=False)
 
 
-_compiled_keys: set[tuple[object, ...]] = set()
+_compiled_for: set[tuple[object, ...]] = set()
 
 
 def _compiled_cast(x: Tensor, forms: tuple[Form, ...]) -> list[tuple[Tensor, Tensor]]:
-    """One compilation for each shape, as a fixed shape gives the fastest code; a model has more shapes than torch's limit."""
+    """Compiled once for a number of columns and any number of rows: features are fixed, batches are not."""
+    x = x.detach()  # an alias of our own: the mark below must not stick to the caller's tensor
+    torch._dynamo.maybe_mark_dynamic(x, 0)
     key = (x.shape, x.stride(), x.dtype, x.device, forms)
-    if key in _compiled_keys:
+    if key in _compiled_for:
         return _compiler()(x, forms)
+    # A model has more kinds of casts than torch's limit on compilations of one function.
     with torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
         parts = _compiler()(x, forms)
-    _compiled_keys.add(key)
+    _compiled_for.add(key)
     return parts

@@ -1,0 +1,109 @@
+"""``loka bench``: the tables of this project, each made by one command."""
+
+import statistics
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.progress import track
+
+from loka.cli.shapes import BENCHMARK_SHAPES, parse_shape
+from loka.cli.tables import grouped_reasons
+from loka.core.gemm import Role
+
+if TYPE_CHECKING:
+    from loka.measure.gemm import GemmMeasurement
+
+app = App(name="bench", help="Measure, print a table, and write it with hardware, versions and date.")
+
+
+@app.command
+def gemm(
+    *,
+    shapes: Annotated[
+        list[str] | None, Parameter(help="ROWSxINxOUT; the 27 benchmark shapes if not given.", consume_multiple=True)
+    ] = None,
+    kernels: Annotated[
+        list[str] | None, Parameter(help="Names; all but reference.* if not given.", consume_multiple=True)
+    ] = None,
+    device: Annotated[str | None, Parameter(help="cpu or cuda; the GPU where there is one, if not given.")] = None,
+    out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
+) -> None:
+    """Every kernel at every shape and role: casts, GEMM, the whole, and the error.
+
+    Example: loka bench gemm --shapes 2048x1024x1024 --out /tmp/results
+    """
+    from loka.core.environment import current_command, current_environment
+    from loka.core.results import write_results
+    from loka.kernels.contract import KERNELS
+    from loka.kernels.device import device_named, device_of, model_dtype
+    from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
+
+    where = device_named(device)
+    dtype = model_dtype(where)
+    sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)
+    names = kernels or [name for name in KERNELS.names() if not name.startswith("reference.")]
+    baseline = baseline_kernel(dtype)
+    names = [baseline, *(KERNELS.get(name).name for name in names if name != baseline)]
+    rows: list[GemmMeasurement] = []
+    for site in track(sites, description="measuring", console=Console(stderr=True)):
+        rows += measure_site(site, SiteTensors.random(site, dtype, where), names)
+    tables = "\n".join([_summary(rows, baseline), *(_per_shape(rows, baseline, role) for role in Role), _reasons(rows)])
+    environment = current_environment(device_of(where))
+    paths = write_results(out, "gemm", environment, current_command(), rows, tables)
+    print(_summary(rows, baseline))
+    print("\n".join(f"wrote {path}" for path in paths))
+
+
+def _summary(rows: "list[GemmMeasurement]", baseline: str) -> str:
+    """Geometric means over the shapes each kernel takes."""
+    from loka.core.results import markdown_table
+
+    table = []
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        for role in Role:
+            pairs = _paired(rows, baseline, kernel, role)
+            if not pairs:
+                continue
+            errors = [row.error.relative_rms for row, _ in pairs if row.error]
+            alone = statistics.geometric_mean(
+                base.gemm.median_us / row.gemm.median_us for row, base in pairs if row.gemm and base.gemm
+            )
+            whole = statistics.geometric_mean(
+                base.whole.median_us / row.whole.median_us for row, base in pairs if row.whole and base.whole
+            )
+            table.append([kernel, role, str(len(pairs)), f"{alone:.2f}", f"{whole:.2f}", f"{statistics.fmean(errors):.4f}"])
+    header = ["kernel", "role", "shapes", "GEMM alone ×", "with casts ×", "rms error"]
+    return f"Speed-up over {baseline}, geometric mean over shapes\n\n" + markdown_table(header, table)
+
+
+def _per_shape(rows: "list[GemmMeasurement]", baseline: str, role: Role) -> str:
+    """One line a shape: the baseline in µs, and each kernel as casts + GEMM = whole."""
+    from loka.core.results import markdown_table
+
+    kernels = [k for k in dict.fromkeys(row.kernel for row in rows) if _paired(rows, baseline, k, role)]
+    found = {(row.kernel, row.site): row for row in rows if row.role is role}
+    table = []
+    for site in dict.fromkeys(row.site for row in rows):
+        table.append([str(site), *(_cell(found[kernel, site]) for kernel in kernels)])
+    return f"{role}, µs: cast of each operand, GEMM → whole\n\n" + markdown_table(["rows×in×out", *kernels], table)
+
+
+def _cell(row: "GemmMeasurement") -> str:
+    if row.gemm is None or row.whole is None:
+        return "–"
+    casts = " ".join(f"{name} {time:.1f}" for name, time in row.cast_us.items())
+    return f"{casts}, {row.gemm.median_us:.1f} → **{row.whole.median_us:.1f}**"
+
+
+def _reasons(rows: "Iterable[GemmMeasurement]") -> str:
+    refusals = grouped_reasons((row.kernel, row.role, row.why_not) for row in rows if row.why_not)
+    return "Not measured, and why\n\n" + ("\n".join(f"- {names}: {reason}" for names, reason in refusals) or "- nothing") + "\n"
+
+
+def _paired(
+    rows: "list[GemmMeasurement]", baseline: str, kernel: str, role: Role
+) -> "list[tuple[GemmMeasurement, GemmMeasurement]]":
+    base = {row.site: row for row in rows if row.kernel == baseline and row.role is role}
+    return [(row, base[row.site]) for row in rows if row.kernel == kernel and row.role is role and row.whole]

@@ -1,0 +1,35 @@
+"""What several commands print alike: plain tables, times, and reasons each told once."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+
+from loka.core.gemm import Role
+
+TEXT_COLUMNS = ("kernel", "role", "roles", "operands (a·b)")
+
+
+def plain_table(title: str, columns: list[str]) -> Table:
+    """No frames; numbers to the right, names never cut."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right", no_wrap=True)
+    return table
+
+
+def microseconds(time_us: float) -> str:
+    return f"{time_us:.1f}" if time_us < 1000 else f"{time_us:,.0f}"
+
+
+def grouped_reasons(refusals: Iterable[tuple[str, Role | None, str]]) -> list[tuple[str, str]]:
+    """(kernels, reason) with each reason once; a kernel's roles are named where the reason is not all of theirs."""
+    roles: dict[tuple[str, str], set[Role | None]] = {}
+    for kernel, role, reason in refusals:
+        roles.setdefault((reason, kernel), set()).add(role)
+    kernels: dict[str, list[str]] = {}
+    for (reason, kernel), refused in roles.items():
+        some = sorted(role for role in refused if role is not None)
+        named = f"{kernel} ({', '.join(some)})" if 0 < len(some) < len(Role) else kernel
+        kernels.setdefault(reason, []).append(named)
+    return [(", ".join(names), reason) for reason, names in kernels.items()]

@@ -1,0 +1,88 @@
+"""Timing candidates side by side, so that a noisy machine slows all of them alike.
+
+Every candidate is called with a turn number, and picks its inputs by it: what a model reads cold (weights) is rotated
+over enough copies to leave the cache, what it reads warm (activations just written) is not. On a GPU a round of turns is
+one replay of a CUDA graph, so that launching from the host is not what is timed.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Candidate = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median time of one call and the quartiles around it, over ``rounds`` rounds of several calls each."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    rounds: int
+
+
+def time_together(
+    candidates: Mapping[str, Candidate], device: torch.device, *, turns: int = 8, rounds: int = 11
+) -> dict[str, Timing]:
+    """Time each candidate over ``rounds`` rounds of ``turns`` calls, the candidates taking every round in turn."""
+    timers = {name: _timer(candidate, device, turns) for name, candidate in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            samples[name].append(timer() / turns)
+    return {name: _summarize(values) for name, values in samples.items()}
+
+
+def copies_past_cache(n_bytes: int, device: torch.device) -> int:
+    """How many copies of ``n_bytes`` must be rotated so that none is found in the last-level cache when its turn comes."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 64 << 20
+    return max(2, min(64, -(-2 * cache // max(n_bytes, 1))))
+
+
+def _timer(candidate: Candidate, device: torch.device, turns: int) -> Callable[[], float]:
+    return _graph_timer(candidate, turns) if device.type == "cuda" else _host_timer(candidate, turns)
+
+
+def _host_timer(candidate: Candidate, turns: int) -> Callable[[], float]:
+    candidate(0)  # compiles, packs, allocates
+
+    def run() -> float:
+        start = time.perf_counter()
+        for turn in range(turns):
+            candidate(turn)
+        return 1e6 * (time.perf_counter() - start)
+
+    return run
+
+
+def _graph_timer(candidate: Candidate, turns: int) -> Callable[[], float]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for turn in range(3):  # compiles, picks algorithms, fills the allocator
+            candidate(turn)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for turn in range(turns):
+            candidate(turn)
+    graph.replay()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def run() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return 1e3 * start.elapsed_time(end)
+
+    return run
+
+
+def _summarize(values: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    return Timing(median, low, high, len(values))
