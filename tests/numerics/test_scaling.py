@@ -82,12 +82,13 @@ def test_codes_and_scales_equal_a_loop_over_groups(grids, rows, columns, format,
 @settings(max_examples=60, deadline=None)
 @given(sizes, sizes, formats, dynamic_scalings, st.integers(0, 2**31), st.floats(-100, 100))
 def test_round_trip_error_is_within_half_a_step(rows, columns, format, scaling, seed, binades):
-    x = (spread_randn(rows, columns, seed) * 2.0**binades).double()
-    q = quantize(x.float(), format, scaling)
-    step = info(format).smallest_subnormal
-    half_step = 0.5 * step * expand_scale(q.scale, scaling, x.shape).double()
-    bound = half_step if format is Format.INT8 else half_step + x.abs() * 2.0 ** -(info(format).mantissa_bits + 1)
-    assert ((dequantize(q, torch.float64) - x.float().double()).abs() <= bound * (1 + 1e-6)).all()
+    x = spread_randn(rows, columns, seed) * 2.0**binades
+    q = quantize(x, format, scaling)
+    step = info(format).smallest_subnormal * expand_scale(q.scale, scaling, x.shape).double()
+    relative = 0.0 if format is Format.INT8 else 2.0 ** -(info(format).mantissa_bits + 1)
+    rounded_quotient = 2.0**-23  # x/scale is itself rounded to FP32, which can carry it across the middle of a step
+    bound = 0.5 * step + (relative + rounded_quotient) * x.double().abs()
+    assert ((dequantize(q, torch.float64) - x.double()).abs() <= bound).all()
 
 
 @settings(max_examples=60, deadline=None)
