@@ -55,7 +55,7 @@ def _central_probability(theta: float, dof: int) -> float:
     # odd:  2/π·(θ + sin θ·(cos θ + 2/3·cos³θ + 2·4/(3·5)·cos⁵θ + …));  even:  sin θ·(1 + 1/2·cos²θ + 1·3/(2·4)·cos⁴θ + …)
     odd = dof % 2
     term = total = cos if odd else 1.0
-    for k in range(2 + odd, dof - 1, 2):
+    for k in range(2 + odd, dof, 2):
         term *= cos * cos * (k - 1) / k
         total += term
     return 2 / math.pi * (theta + sin * total) if odd else sin * total

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -36,9 +38,12 @@ def test_high_precision_operands_are_multiplied_as_they_are():
 
 
 def test_rounded_once_from_float64_to_the_dtype_asked_for():
-    a = torch.tensor([[2.0**24, 1.0, 1.0, -(2.0**24)]])  # FP32 sums would lose both ones
-    assert gemm(a, torch.ones(1, 4), torch.float32).tolist() == [[2.0]]
-    assert gemm(a, torch.ones(1, 4), torch.bfloat16).dtype is torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(6, 4096, generator=generator), torch.randn(5, 4096, generator=generator)
+    exact = torch.tensor([[math.fsum((row * column).tolist()) for column in b.double()] for row in a.double()], dtype=torch.float64)
+    assert torch.equal(gemm(a, b, torch.float32), exact.float())
+    assert not torch.equal(a @ b.t(), exact.float())  # sums in FP32 would be seen
+    assert gemm(a, b, torch.bfloat16).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("format", [Format.E4M3, Format.E5M2, Format.INT8])
