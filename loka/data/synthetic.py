@@ -94,16 +94,19 @@ class Synthetic:
             sequence_length=options.sequence_length,
         )
         self._seed, self._device = seed, device
+        law_seed, teacher_seed, sample_seed = (batch_seed(options.teacher_seed, position) for position in range(3))
+
+        def law_on(device: torch.device) -> FeatureLaw:
+            return draw_feature_law(law_seed, self.schema, zipf=options.zipf, missing=options.missing, device=device)
+
         # The teacher is drawn and calibrated on the CPU whatever the device, so that the task is the same everywhere.
-        sample = _feature_law(options, torch.device("cpu")).draw(
-            torch.Generator().manual_seed(options.teacher_seed), CALIBRATION_EXAMPLES
-        )
+        law = law_on(torch.device("cpu"))
+        sample = law.draw(torch.Generator().manual_seed(sample_seed), CALIBRATION_EXAMPLES)
         strengths = (options.first_order, options.second_order, options.third_order)
-        teacher = draw_teacher(options.teacher_seed, _feature_law(options, torch.device("cpu")))
-        teacher = calibrate(teacher, sample, strengths, options.base_rate)
+        teacher = calibrate(draw_teacher(teacher_seed, law), sample, strengths, options.base_rate)
         self.best_logloss = float(expected_logloss(teacher.logits(sample)).mean())
         self.teacher = teacher.to(device)
-        self._law = _feature_law(options, device)
+        self._law = law_on(device)
         scale_D = torch.ones(options.n_dense)
         scale_D[list(options.drift.scale_features)] = options.drift.scale_factor
         self._drifted_scale_D = scale_D.to(device)
@@ -163,21 +166,6 @@ def _mix32(bits: int) -> int:
     bits ^= bits >> 13
     bits = bits * 0xC2B2AE35 & 0xFFFFFFFF
     return bits ^ bits >> 16
-
-
-def _feature_law(options: SyntheticOptions, device: torch.device) -> FeatureLaw:
-    return draw_feature_law(
-        options.teacher_seed,
-        onehot_sizes=options.onehot_sizes,
-        multihot_sizes=options.multihot_sizes,
-        sequence_size=options.sequence_size,
-        bag_length=options.bag_length,
-        sequence_length=options.sequence_length,
-        n_dense=options.n_dense,
-        zipf=options.zipf,
-        missing=options.missing,
-        device=device,
-    )
 
 
 def _open(path: Path | None, seed: int, device: torch.device, options: SyntheticOptions) -> Synthetic:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.data.batch import PADDING
+from loka.data.batch import PADDING, FeatureSchema
 
 MEAN_GAP_SECONDS = 7_200.0  # between two steps of a typical sequence
 MAX_LOG_COUNT = 20.0
@@ -110,32 +110,19 @@ class FeatureLaw:
         return (gap_BL.cumsum(1) * pace_B1).flip(1)
 
 
-def draw_feature_law(
-    seed: int,
-    *,
-    onehot_sizes: tuple[int, ...],
-    multihot_sizes: tuple[int, ...],
-    sequence_size: int,
-    bag_length: int,
-    sequence_length: int,
-    n_dense: int,
-    zipf: float,
-    missing: float,
-    device: torch.device,
-) -> FeatureLaw:
-    """Laws for features of these sizes. What is random in them is drawn on the CPU: the same on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    level_D, spread_D, activity_D, missing_D = torch.rand(4, n_dense, generator=generator).to(device)
+def draw_feature_law(seed: int, schema: FeatureSchema, *, zipf: float, missing: float, device: torch.device) -> FeatureLaw:
+    """Laws for the features of ``schema``. What is random in them is drawn on the CPU: the same for every device."""
+    level_D, spread_D, activity_D, missing_D = torch.rand(4, schema.n_dense, generator=torch.Generator().manual_seed(seed))
     return FeatureLaw(
-        onehot=ZipfLaw.of(onehot_sizes, zipf, device),
-        multihot=ZipfLaw.of(multihot_sizes, zipf, device),
-        sequence=ZipfLaw.of((sequence_size,) if sequence_size else (), zipf, device),
-        bag_length=bag_length,
-        sequence_length=sequence_length,
-        log_mean_D=4 * level_D,
-        log_std_D=0.8 + 2 * spread_D,
-        activity_D=0.8 * activity_D,
-        missing_D=2 * missing * missing_D,
+        onehot=ZipfLaw.of(schema.onehot_sizes, zipf, device),
+        multihot=ZipfLaw.of(schema.multihot_sizes, zipf, device),
+        sequence=ZipfLaw.of((schema.sequence_size,) if schema.sequence_size else (), zipf, device),
+        bag_length=schema.bag_length,
+        sequence_length=schema.sequence_length,
+        log_mean_D=(4 * level_D).to(device),
+        log_std_D=(0.8 + 2 * spread_D).to(device),
+        activity_D=(0.8 * activity_D).to(device),
+        missing_D=(2 * missing * missing_D).to(device),
     )
 
 
