@@ -40,7 +40,8 @@ def test_high_precision_operands_are_multiplied_as_they_are():
 def test_rounded_once_from_float64_to_the_dtype_asked_for():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(6, 4096, generator=generator), torch.randn(5, 4096, generator=generator)
-    exact = torch.tensor([[math.fsum((row * column).tolist()) for column in b.double()] for row in a.double()], dtype=torch.float64)
+    sums = [[math.fsum((a_K * b_K).tolist()) for b_K in b.double()] for a_K in a.double()]  # each product fits float64
+    exact = torch.tensor(sums, dtype=torch.float64)
     assert torch.equal(gemm(a, b, torch.float32), exact.float())
     assert not torch.equal(a @ b.t(), exact.float())  # sums in FP32 would be seen
     assert gemm(a, b, torch.bfloat16).dtype is torch.bfloat16
