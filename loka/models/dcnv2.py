@@ -47,7 +47,7 @@ class DcnV2DensePart(nn.Module):
         width = 2 * n_dense + n_features * config.dim
         self.crosses = nn.ModuleList(CrossLayer(width, config.rank) for _ in range(config.n_layers))
         self.top = mlp(width, config.top_widths, activation=nn.ReLU, dropout=config.dropout)
-        self.head = nn.Linear((width, *config.top_widths)[-1], 1)
+        self.head = nn.Linear(config.top_widths[-1], 1)
 
     def forward(self, dense_BD: Tensor, features_BNE: Tensor) -> Tensor:
         x0_BX = torch.cat([mark_missing(symlog(dense_BD)), features_BNE.flatten(1)], dim=1)

@@ -45,7 +45,7 @@ class DlrmDensePart(nn.Module):
         self.register_buffer("pairs", row * n + column, persistent=False)  # into the flattened N×N dot products
         n_top += n * (n - 1) // 2
         self.top = mlp(n_top, config.top_widths, activation=nn.ReLU, dropout=config.dropout)
-        self.head = nn.Linear((n_top, *config.top_widths)[-1], 1)
+        self.head = nn.Linear(config.top_widths[-1], 1)
 
     def forward(self, dense_BD: Tensor, features_BNE: Tensor) -> Tensor:
         z_BNE, top = features_BNE, []

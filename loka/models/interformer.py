@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput
 from loka.data.batch import FeatureSchema
-from loka.models.dense_features import mark_missing
+from loka.models.dense_features import DenseEmbeddings
 from loka.models.embeddings import Embeddings
 from loka.models.mlp import mlp
 from loka.models.recommender import Recommender
@@ -141,7 +141,7 @@ class InteractionArch(nn.Module):
         self.lce = nn.Linear(n_z, config.rank, bias=False)
         n_in = n_z * config.rank + config.rank * config.dim
         self.hidden = mlp(n_in, config.interaction_widths, activation=nn.SiLU, norm=True, dropout=config.dropout)
-        self.out = nn.Linear((n_in, *config.interaction_widths)[-1], n * config.dim)
+        self.out = nn.Linear(config.interaction_widths[-1], n * config.dim)
         self.norm = nn.LayerNorm(config.dim)
 
     def forward(self, x_BNE: Tensor, s_sum_BQE: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class SequenceArch(nn.Module):
         super().__init__()
         n_in = config.n_summary * config.dim
         self.hidden = mlp(n_in, config.pffn_widths, activation=nn.SiLU, norm=True, dropout=config.dropout)
-        self.matrix = nn.Linear((n_in, *config.pffn_widths)[-1], config.dim * config.dim)
+        self.matrix = nn.Linear(config.pffn_widths[-1], config.dim * config.dim)
         self.pffn_norm = nn.LayerNorm(config.dim)
         self.attention = Attention(config)
         self.attention_norm = nn.LayerNorm(config.dim)
@@ -195,11 +195,7 @@ class InterFormerDensePart(nn.Module):
         super().__init__()
         n_from_dense = config.n_dense_embeddings if n_dense else 0
         if n_dense:
-            self.dense = nn.Sequential(
-                mlp(2 * n_dense, config.dense_widths, activation=nn.SiLU, norm=True, dropout=config.dropout),
-                nn.Linear((2 * n_dense, *config.dense_widths)[-1], n_from_dense * config.dim),
-                nn.Unflatten(1, (n_from_dense, config.dim)),
-            )
+            self.dense = DenseEmbeddings(n_dense, config.dense_widths, n_from_dense, config.dim, dropout=config.dropout)
         n = n_from_dense + n_features
         self.n_cls = config.n_summary
         angle_TC = rotary_angles(self.n_cls, length, config.dim // config.n_heads)
@@ -209,12 +205,12 @@ class InterFormerDensePart(nn.Module):
         self.sequence_summary = SequenceSummary(config, length)
         n_top = (config.n_summary + self.sequence_summary.n_out) * config.dim
         self.top = mlp(n_top, config.top_widths, activation=nn.SiLU, norm=True, dropout=config.dropout)
-        self.head = nn.Linear((n_top, *config.top_widths)[-1], 1)
+        self.head = nn.Linear(config.top_widths[-1], 1)
 
     def forward(self, dense_BD: Tensor, features_BNE: Tensor, sequence_BLE: Tensor, valid_BL: Tensor) -> Tensor:
         x_BNE = features_BNE
         if dense_BD.shape[1]:
-            x_BNE = torch.cat([self.dense(mark_missing(dense_BD)), features_BNE], dim=1)
+            x_BNE = torch.cat([self.dense(dense_BD), features_BNE], dim=1)
         x_sum_BQE = self.feature_summary(x_BNE)
         s_BTE = torch.cat([x_sum_BQE, sequence_BLE], dim=1)
         valid_BT = F.pad(valid_BL, (self.n_cls, 0), value=True)
@@ -251,7 +247,7 @@ MODELS.add(
             "small": InterFormerConfig(
                 dim=16,
                 n_layers=2,
-                n_heads=2,
+                n_heads=1,
                 n_summary=4,
                 n_pma=2,
                 n_recent=4,

@@ -49,4 +49,23 @@ def build_model(name: str, preset: str, schema: FeatureSchema, **overrides: Any)
     unknown = sorted(set(overrides) - set(fields))
     if unknown:
         raise InvalidInput(f"{name} has no option {', '.join(unknown)}. It has: {', '.join(fields)}")
+    for option, value in overrides.items():
+        _check_option(name, option, value)
     return family.build(dataclasses.replace(config, **overrides), schema)
+
+
+def _check_option(model: str, option: str, value: object) -> None:
+    """Options are counts and widths (at least 1), lists of widths (at least one) and the dropout probability."""
+    if option == "dropout":
+        good, expected = isinstance(value, int | float) and 0 <= value < 1, "a probability from 0 to below 1"
+    elif option.endswith("_widths"):
+        good = isinstance(value, tuple | list) and len(value) > 0 and all(_is_count(width) for width in value)
+        expected = "one width or more, each a whole number of at least 1"
+    else:
+        good, expected = _is_count(value), "a whole number of at least 1"
+    if not good:
+        raise InvalidInput(f"{model}: {option} must be {expected}, got {value!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

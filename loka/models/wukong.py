@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.data.batch import FeatureSchema
-from loka.models.dense_features import mark_missing
+from loka.models.dense_features import DenseEmbeddings
 from loka.models.embeddings import Embeddings
 from loka.models.mlp import mlp
 from loka.models.recommender import Recommender
@@ -42,7 +42,7 @@ class FactorizationMachineBlock(nn.Module):
         self.project = nn.Linear(n, config.rank, bias=False)  # Yᵀ
         self.norm = nn.LayerNorm(n * config.rank)
         self.hidden = mlp(n * config.rank, config.fmb_widths, activation=nn.SiLU, norm=True, dropout=config.dropout)
-        self.out = nn.Linear((n * config.rank, *config.fmb_widths)[-1], config.n_fmb * config.dim)
+        self.out = nn.Linear(config.fmb_widths[-1], config.n_fmb * config.dim)
         self.shape = (config.n_fmb, config.dim)
 
     def forward(self, x_BNE: Tensor) -> Tensor:
@@ -72,21 +72,17 @@ class WukongDensePart(nn.Module):
         super().__init__()
         n_from_dense = config.n_dense_embeddings if n_dense else 0
         if n_dense:
-            self.dense = nn.Sequential(
-                mlp(2 * n_dense, config.dense_widths, activation=nn.SiLU, norm=True, dropout=config.dropout),
-                nn.Linear((2 * n_dense, *config.dense_widths)[-1], n_from_dense * config.dim),
-                nn.Unflatten(1, (n_from_dense, config.dim)),
-            )
+            self.dense = DenseEmbeddings(n_dense, config.dense_widths, n_from_dense, config.dim, dropout=config.dropout)
         n_out = config.n_fmb + config.n_lcb
         counts = (n_from_dense + n_features, *(n_out for _ in range(config.n_layers)))
         self.layers = nn.Sequential(*(WukongLayer(config, n) for n in counts[:-1]))
         self.top = mlp(counts[-1] * config.dim, config.top_widths, activation=nn.SiLU, norm=True, dropout=config.dropout)
-        self.head = nn.Linear((counts[-1] * config.dim, *config.top_widths)[-1], 1)
+        self.head = nn.Linear(config.top_widths[-1], 1)
 
     def forward(self, dense_BD: Tensor, features_BNE: Tensor) -> Tensor:
         x_BNE = features_BNE
         if dense_BD.shape[1]:
-            x_BNE = torch.cat([self.dense(mark_missing(dense_BD)), features_BNE], dim=1)
+            x_BNE = torch.cat([self.dense(dense_BD), features_BNE], dim=1)
         return self.head(self.top(self.layers(x_BNE).flatten(1))).squeeze(1)
 
 
