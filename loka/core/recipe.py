@@ -34,10 +34,10 @@ class Scaling(StrEnum):
     @property
     def block(self) -> tuple[int | None, int | None]:
         """Rows and columns that share a scale; None is the whole axis."""
-        return _BLOCKS[self]
+        return _BLOCKS[self.value]  # by its text: torch.compile puts no guard on an enum used as a key
 
 
-_BLOCKS: dict[Scaling, tuple[int | None, int | None]] = {
+_BLOCKS: dict[str, tuple[int | None, int | None]] = {
     Scaling.NONE: (None, None),
     Scaling.TENSORWISE: (None, None),
     Scaling.ROWWISE: (1, None),

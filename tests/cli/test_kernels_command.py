@@ -1,0 +1,103 @@
+"""``loka kernels`` and ``loka bench gemm`` as a user runs them, and what importing costs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+
+def loka(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loka", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=check, env={**_environment(), "COLUMNS": "140"})
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
+@pytest.mark.parametrize("statement", ["import loka", "import loka.cli", "import loka.core.gemm, loka.core.results"])
+def test_importing_loads_neither_torch_nor_numpy(statement: str) -> None:
+    probe = f"{statement}; import sys; sys.exit(bool({{'torch', 'numpy', 'triton'}} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["kernels", "--help"], ["bench", "gemm", "--help"], ["--version"]])
+def test_help_loads_no_torch(arguments: list[str]) -> None:
+    probe = (
+        "import sys\nfrom loka.cli import app\n"
+        f"try:\n    app({arguments!r})\nexcept SystemExit as done:\n    assert not done.code\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_load_on_first_use() -> None:
+    import loka as package
+
+    assert set(package.__all__) <= set(dir(package))
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+def test_listing_loads_no_vendor_library() -> None:
+    probe = (
+        "import sys\nfrom loka.kernels.contract import KERNELS\nfrom loka.core.gemm import Device\n"
+        "for _, kernel in KERNELS.items():\n    kernel.missing(Device('cuda', 'NVIDIA H200', (9, 0)))\n"
+        "sys.exit(bool({'fbgemm_gpu', 'triton', 'torchao'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)
+
+
+def test_lists_every_kernel_or_says_why_not() -> None:
+    rows = msgspec.json.decode(loka("kernels", "--device", "cpu", "--json").stdout)["kernels"]
+    assert {row["kernel"] for row in rows} >= {"torch.fp32", "torch.rowwise", "fbgemm.rowwise", "onednn.int8"}
+    assert all(bool(row["roles"]) != bool(row["why_not"]) for row in rows)
+    text = loka("kernels", "--device", "cpu").stdout
+    assert "needs an NVIDIA GPU" in text
+    assert all(row["kernel"] in text for row in rows)
+
+
+def test_measures_at_a_shape() -> None:
+    rows = msgspec.json.decode(loka("kernels", "--device", "cpu", "--shape", "64x128x32", "--json").stdout)
+    measured = {(row["kernel"], row["role"]): row for row in rows if not row.get("why_not")}
+    assert 0.005 < measured["onednn.int8", "fprop"]["error"]["relative_rms"] < 0.02
+    assert measured["torch.fp32", "wgrad"]["error"]["relative_rms"] < 1e-6
+    assert all(row["whole"]["median_us"] > 0 for row in measured.values())
+    assert {row["role"] for row in rows if row["kernel"] == "torch.bf16"} == {"fprop", "dgrad", "wgrad"}
+    text = loka("kernels", "--device", "cpu", "--shape", "64x128x32").stdout
+    assert "× torch.fp32" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kernels", "--shape", "3x3"], "a shape is ROWSxINxOUT"),
+        (["kernels", "--shape", "0x3x3"], "a shape is ROWSxINxOUT"),
+        (["kernels", "--device", "tpu"], "no device is called 'tpu'"),
+        (["kernels", "--device", "mps"], "LoKA runs on cpu and cuda devices"),
+        (["bench", "gemm", "--kernels", "torch.roww"], "no kernel is called 'torch.roww'. Did you mean 'torch.rowwise'"),
+    ],
+)
+def test_a_mistake_is_one_message_and_no_traceback(arguments: list[str], message: str) -> None:
+    done = loka(*arguments, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_gemm_writes_its_table(tmp_path: Path) -> None:
+    done = loka("bench", "gemm", "--shapes", "32x64x48", "--kernels", "onednn.int8", "--device", "cpu", "--out", str(tmp_path))
+    (json_path,) = tmp_path.glob("*-gemm.json")
+    document = msgspec.json.decode(json_path.read_bytes())
+    assert {row["kernel"] for row in document["rows"]} == {"torch.fp32", "onednn.int8"}
+    assert document["command"].startswith("loka bench gemm")
+    text = json_path.with_suffix(".md").read_text()
+    assert "| onednn.int8 | fprop | 1 |" in text
+    assert "32x64x48" in text
+    assert str(json_path) in done.stdout

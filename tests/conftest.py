@@ -1,0 +1,17 @@
+"""Fixtures for tests that run on the CPU here and, with ``-m gpu``, on a GPU."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("loka", deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.load_profile("loka")
+
+torch.set_num_threads(1)  # the tensors here are small: threads would only wait for each other
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.fail("a gpu test was selected, but torch sees no GPU here")
+    return torch.device(request.param)

@@ -1,0 +1,124 @@
+"""The words: roles and their axes, recipes, registries, files, results."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from loka.core.environment import Environment, current_environment
+from loka.core.errors import UnknownName
+from loka.core.files import atomic_path, atomic_write
+from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName
+from loka.core.recipe import Accumulation, Format, Recipe, Scaling
+from loka.core.registry import Registry
+from loka.core.results import markdown_table, write_results
+
+CPU = Device("cpu", "some cpu")
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_sources_and_axes_of_a_role_are_the_gradients_of_linear(role: Role) -> None:
+    """Torch's own autograd is the reference: y, dx and dw of F.linear, each as a·bᵀ of the sources that SOURCES names."""
+    site = SiteShape(m=5, k=3, n=4)
+    x, w = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    dy = torch.randn(5, 4)
+    y = torch.nn.functional.linear(x, w)
+    y.backward(dy)
+    stored = {TensorName.X: x, TensorName.DY: dy, TensorName.W: w}
+    a, b = (stored[s.tensor].t() if s.transposed else stored[s.tensor] for s in SOURCES[role])
+    problem = GemmProblem.of(role, site, Format.FP32, CPU)
+    assert (tuple(a.shape), tuple(b.shape)) == ((problem.m, problem.k), (problem.n, problem.k))
+    torch.testing.assert_close(a @ b.t(), {Role.FPROP: y, Role.DGRAD: x.grad, Role.WGRAD: w.grad}[role])
+    assert problem.flops == 2 * 5 * 3 * 4
+
+
+def test_recipes_read_as_engineers_say_them() -> None:
+    e4m3 = (Format.E4M3, Scaling.ROWWISE)
+    assert str(Recipe(*e4m3, *e4m3)) == "e4m3 rowwise"
+    assert str(Recipe(Format.E5M2, Scaling.ROWWISE, *e4m3, Accumulation.FAST)) == "e5m2·e4m3 rowwise fast"
+    assert str(Recipe(Format.BF16, Scaling.NONE, Format.BF16, Scaling.NONE)) == "bf16"
+
+
+class TestRegistry:
+    def test_unknown_name_lists_the_known_and_suggests(self) -> None:
+        registry: Registry[int] = Registry("fruit")
+        registry.add("apple", 1)
+        registry.add("pear", 2)
+        with pytest.raises(UnknownName) as failure:
+            registry.get("appel")
+        assert str(failure.value) == "no fruit is called 'appel'. Did you mean 'apple'? Known: apple, pear"
+
+    def test_a_name_is_taken_once(self) -> None:
+        registry: Registry[int] = Registry("fruit")
+        registry.add("apple", 1)
+        with pytest.raises(ValueError, match="fruit 'apple' is registered twice"):
+            registry.add("apple", 2)
+
+    def test_discovery_runs_once_and_only_when_asked(self) -> None:
+        calls = []
+        registry: Registry[int] = Registry("fruit", discover=lambda: (calls.append(1), registry.add("fig", 3))[0])
+        assert calls == []
+        assert registry.names() == ["fig"]
+        assert "fig" in registry
+        assert len(registry) == len(calls) == 1
+
+
+class TestAtomicFiles:
+    def test_a_failed_write_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
+        target = tmp_path / "plan.json"
+        atomic_write(target, "old")
+
+        def fail_halfway() -> None:
+            with atomic_path(target) as path:
+                path.write_text("half")
+                raise RuntimeError
+
+        with pytest.raises(RuntimeError):
+            fail_halfway()
+        assert target.read_text() == "old"
+        assert os.listdir(tmp_path) == ["plan.json"]
+
+    def test_a_killed_write_leaves_the_old_file(self, tmp_path: Path) -> None:
+        target = tmp_path / "plan.json"
+        atomic_write(target, b"old")
+        script = (
+            "import os, signal, sys; from loka.core.files import atomic_path\n"
+            "with atomic_path(sys.argv[1]) as path:\n"
+            "    path.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script, target], check=False)
+        assert done.returncode == -9
+        assert target.read_bytes() == b"old"
+
+    def test_makes_folders_and_follows_the_umask(self, tmp_path: Path) -> None:
+        before = os.umask(0o027)
+        try:
+            atomic_write(tmp_path / "a" / "b.json", "x")
+        finally:
+            os.umask(before)
+        assert (tmp_path / "a" / "b.json").stat().st_mode & 0o777 == 0o640
+
+
+class TestResults:
+    environment = Environment("NVIDIA H200 (sm_90)", "3.12.3", "0.1.0", {"torch": "2.11.0"}, "13.0", "2026-11-15")
+
+    def test_named_by_hardware_and_date(self, tmp_path: Path) -> None:
+        table = markdown_table(["kernel", "µs"], [["torch.bf16", "3.1"]])
+        json_path, markdown_path = write_results(tmp_path, "gemm", self.environment, "loka bench gemm", [{"us": 3.1}], table)
+        assert json_path.name == "nvidia-h200-2026-11-15-gemm.json"
+        document = msgspec.json.decode(json_path.read_bytes())
+        assert (document["schema"], document["rows"]) == ("loka.results/1", [{"us": 3.1}])
+        assert document["environment"]["libraries"] == {"torch": "2.11.0"}
+        text = markdown_path.read_text()
+        assert "| torch.bf16 | 3.1 |" in text
+        assert "Made by `loka bench gemm`" in text
+
+    def test_this_machine(self) -> None:
+        environment = current_environment(CPU)
+        assert environment.libraries["torch"].startswith("2.")
+        assert environment.slug.endswith(environment.date)
+        assert "(" not in environment.slug

@@ -1,0 +1,67 @@
+"""The contract every kernel must keep, as one check: its product is the oracle's on the very operands it was given."""
+
+import torch
+from torch import Tensor
+
+from loka.core.gemm import SOURCES, Role, TensorName
+from loka.core.recipe import Accumulation, Format
+from loka.kernels.casting import cast
+from loka.kernels.contract import Kernel, multiply
+from loka.kernels.operand import Form, Operand
+from loka.numerics.scaling import Quantized, dequantize
+
+# Error of the sum itself, relative to Σ|a||b|. Hopper's tensor cores add FP8 products in about 14 bits.
+SUM_ERROR = {Accumulation.FULL: 2.0**-12, Accumulation.FAST: 2.0**-9}
+HIGH_SUM_ERROR = {Format.FP32: 2.0**-18, Format.TF32: 2.0**-9, Format.BF16: 2.0**-14}
+OUT_ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7}
+WRITES_BF16 = ("torch.bf16", "fbgemm.rowwise", "fbgemm.rowwise_fast")  # whatever is asked for, a sum is rounded to bf16
+
+
+def operands_of(kernel: Kernel, role: Role, tensors: dict[TensorName, Tensor]) -> tuple[Operand, Operand]:
+    a, b = (
+        cast(source.tensor, tensors[source.tensor], (Form(spec, source.transposed),))[0]
+        for source, spec in zip(SOURCES[role], kernel.operands(role), strict=True)
+    )
+    return a, b
+
+
+def values(operand: Operand) -> Tensor:
+    """What an operand stands for, at float64, without its padding."""
+    if operand.scale is None:
+        return operand.unpadded().double()
+    q = Quantized(operand.codes, operand.scale, operand.spec.format, operand.spec.scaling)
+    return dequantize(q, torch.float64)[: operand.outer, : operand.contraction]
+
+
+def check_product(
+    kernel: Kernel, role: Role, tensors: dict[TensorName, Tensor], dtype: torch.dtype, bias: Tensor | None = None
+) -> None:
+    a, b = operands_of(kernel, role, tensors)
+    out = multiply(kernel, role, a, b, dtype, bias)
+    assert out.dtype == dtype
+    assert out.shape == (a.outer, b.outer)
+    a_values, b_values = values(a), values(b)
+    product = a_values @ b_values.t()
+    expected = product if bias is None else product + bias.double()
+    magnitude = a_values.abs() @ b_values.abs().t()
+    rounding = OUT_ROUNDING[torch.bfloat16 if kernel.name in WRITES_BF16 else dtype]
+    allowed = _sum_error(kernel, role) * magnitude
+    allowed += rounding * (product.abs() + expected.abs())  # rounded before and after the bias is added
+    allowed += _cast_inside(kernel, role, a_values) * b_values.abs().sum(1)
+    allowed += 1e-30
+    wrong = (out.double() - expected).abs() > allowed
+    assert not wrong.any(), f"{kernel.name} {role}: {int(wrong.sum())} of {wrong.numel()} values are off"
+
+
+def _sum_error(kernel: Kernel, role: Role) -> float:
+    recipe = kernel.recipe(role)
+    return HIGH_SUM_ERROR.get(recipe.a_format, SUM_ERROR[recipe.accumulation])
+
+
+def _cast_inside(kernel: Kernel, role: Role, a_values: Tensor) -> Tensor | float:
+    """A kernel that casts a by itself, to 255 steps between its extremes, may be off by a step in every value."""
+    if kernel.operands(role)[0].format.is_8bit or not kernel.recipe(role).a_format.is_8bit:
+        return 0.0
+    if a_values.numel() == 0:
+        return 0.0
+    return (a_values.max().clamp(min=0) - a_values.min().clamp(max=0)) / 255

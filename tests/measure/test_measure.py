@@ -1,0 +1,101 @@
+"""Timing side by side, and measuring a site: known errors, parts that add up, failures that are told."""
+
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from loka.core.gemm import Role, SiteShape, TensorName
+from loka.core.recipe import Format, Scaling
+from loka.kernels.contract import KERNELS
+from loka.kernels.providers.reference import Reference
+from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
+from loka.measure.timing import copies_past_cache, time_together
+
+CPU = torch.device("cpu")
+
+
+def test_times_what_a_call_takes() -> None:
+    timings = time_together({"long": lambda _: time.sleep(4e-3), "short": lambda _: time.sleep(1e-3)}, CPU, turns=2, rounds=5)
+    assert 4000 <= timings["long"].median_us < 12000
+    assert 1000 <= timings["short"].median_us < timings["long"].median_us
+    assert timings["long"].low_us <= timings["long"].median_us <= timings["long"].high_us
+    assert timings["long"].rounds == 5
+
+
+def test_candidates_take_every_round_in_turn() -> None:
+    order = []
+    time_together(
+        {"a": lambda turn: order.append(("a", turn)), "b": lambda turn: order.append(("b", turn))}, CPU, turns=2, rounds=2
+    )
+    warm_up, rounds = order[:2], order[2:]
+    assert warm_up == [("a", 0), ("b", 0)]
+    assert rounds == 2 * [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+
+
+def test_copies_leave_the_cache_but_not_the_memory() -> None:
+    assert copies_past_cache(1, CPU) == 64
+    assert copies_past_cache(64 << 20, CPU) == 2
+
+
+@pytest.mark.gpu
+def test_graph_timing_sees_the_device_not_the_host() -> None:
+    """A kernel twice as long must take twice the time, though each launch from the host takes longer than both."""
+    device = torch.device("cuda")
+    small, large = torch.randn(1 << 26, device=device), torch.randn(1 << 27, device=device)
+    timings = time_together({"small": lambda _: small.neg(), "large": lambda _: large.neg()}, device)
+    assert 1.7 < timings["large"].median_us / timings["small"].median_us < 2.3
+
+
+class TestMeasureSite:
+    site = SiteShape(256, 128, 64)
+    tensors = SiteTensors.random(site, torch.float32, CPU)
+
+    def test_errors_are_those_of_the_format(self) -> None:
+        rows = measure_site(self.site, self.tensors, ["torch.fp32", "reference.rowwise", "reference.int8_rowwise"], timed=False)
+        for role in Role:
+            error = {row.kernel: row.error.relative_rms for row in rows if row.role is role and row.error}
+            assert error["torch.fp32"] < 1e-6
+            assert error["reference.rowwise"] == pytest.approx(0.037, rel=0.05)  # e4m3's, on normal values
+            assert error["reference.int8_rowwise"] == pytest.approx(0.01, rel=0.3)
+
+    def test_parts_are_timed_apart(self) -> None:
+        rows = measure_site(self.site, self.tensors, ["onednn.int8"])
+        assert {row.role: set(row.cast_us) for row in rows} == {
+            Role.FPROP: {TensorName.X, TensorName.W},
+            Role.DGRAD: {TensorName.DY, TensorName.W},
+            Role.WGRAD: {TensorName.DY, TensorName.X},
+        }
+        assert all(row.gemm and row.whole and row.gemm.median_us > 0 for row in rows)
+
+    def test_same_tensors_from_the_same_seed(self) -> None:
+        again = SiteTensors.random(self.site, torch.float32, CPU)
+        assert torch.equal(again.x, self.tensors.x)
+        assert torch.equal(again.weights[1], self.tensors.weights[1])
+        assert not torch.equal(again.weights[0], again.weights[1])
+
+    def test_a_kernel_that_raises_is_told_and_the_rest_goes_on(self) -> None:
+        @dataclass(frozen=True)
+        class Raises(Reference):
+            def multiply(self, a, b, out_dtype, bias):  # type: ignore[no-untyped-def]
+                raise RuntimeError("cutlass cannot implement\nand a long trace")
+
+        kernel = Raises("raises", Format.E4M3, Scaling.ROWWISE, Scaling.ROWWISE, Format.E4M3)
+        KERNELS.add(kernel.name, kernel)
+        try:
+            rows = measure_site(
+                self.site, self.tensors, ["torch.fp32", kernel.name, "reference.rowwise"], [Role.FPROP], timed=False
+            )
+        finally:
+            KERNELS.remove(kernel.name)
+        assert [row.why_not for row in rows] == [None, "failed: RuntimeError: cutlass cannot implement", None]
+
+    def test_refusals_carry_their_reason(self) -> None:
+        (row,) = measure_site(self.site, self.tensors, ["torch.rowwise"], [Role.FPROP])
+        assert row.why_not == "needs an NVIDIA GPU"
+        assert row.gemm is row.error is None
+
+    def test_baseline_is_the_models_own_precision(self) -> None:
+        assert baseline_kernel(torch.bfloat16) == "torch.bf16"
+        assert baseline_kernel(torch.float32) == "torch.fp32"

@@ -1,0 +1,317 @@
+"""LokaLinear against the oracle: outputs, all gradients, and everything a module lives through."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import loka
+from loka.core.errors import InvalidInput, UnknownName
+from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
+from loka.core.recipe import Format
+from loka.kernels.contract import KERNELS
+from loka.kernels.device import device_of
+from loka.kernels.executor import SiteKernels
+from loka.numerics.reference import gemm
+from loka.numerics.scaling import quantize
+
+TRIPLES = [
+    SiteKernels.same("reference.tensorwise"),
+    SiteKernels.same("reference.rowwise"),
+    SiteKernels.same("reference.blockwise"),
+    SiteKernels.same("reference.int8_rowwise"),
+    SiteKernels("reference.static", "reference.rowwise_e5m2", "reference.tensorwise_e5m2"),
+    SiteKernels("reference.rowwise", "torch.fp32", "reference.tensorwise"),
+    SiteKernels("torch.fp32", "reference.blockwise", "torch.fp32"),
+]
+SAME = SiteKernels.same("reference.rowwise")
+
+
+def oracle(kernels: SiteKernels, role: Role, tensors: dict[TensorName, Tensor]) -> Tensor:
+    """The role's output from the definition: orient both tensors, quantize as the kernel's recipe says, multiply at float64."""
+    operands = []
+    for source, spec in zip(SOURCES[role], KERNELS.get(kernels.of(role)).operands(role), strict=True):
+        oriented = tensors[source.tensor].t() if source.transposed else tensors[source.tensor]
+        is_8bit = spec.format.is_8bit
+        operands.append(quantize(oriented, spec.format, spec.scaling, static_scale=spec.static_scale) if is_8bit else oriented)
+    return gemm(*operands)
+
+
+def assert_close(actual: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:
+    scale = expected.square().mean().sqrt().item()
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=rtol * scale + 1e-30)
+
+
+def run(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("kernels", TRIPLES, ids=str)
+@given(m=st.integers(1, 40), k=st.integers(1, 150), n=st.integers(1, 150), bias=st.booleans(), seed=st.integers(0, 2**16))
+def test_output_and_gradients_are_the_oracles(kernels: SiteKernels, m: int, k: int, n: int, bias: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    module = loka.LokaLinear(k, n, bias, kernels=kernels)
+    x, dy = torch.randn(m, k), 1e-3 * torch.randn(m, n)
+    y, dx = run(module, x, dy)
+    tensors = {TensorName.X: x, TensorName.DY: dy, TensorName.W: module.weight.detach()}
+    assert_close(y, oracle(kernels, Role.FPROP, tensors) + (module.bias.detach() if bias else 0))
+    assert_close(dx, oracle(kernels, Role.DGRAD, tensors))
+    assert module.weight.grad is not None
+    assert_close(module.weight.grad, oracle(kernels, Role.WGRAD, tensors))
+    if bias:
+        assert module.bias.grad is not None
+        assert_close(module.bias.grad, dy.double().sum(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [name for name in KERNELS.names() if not name.startswith(("reference.", "onednn."))])
+def test_gpu_kernels_under_autograd_are_the_oracles(name: str, dtype: torch.dtype) -> None:
+    device = device_of(torch.device("cuda"))
+    kernel = KERNELS.get(name)
+    if reason := kernel.missing(device):
+        pytest.skip(reason)
+    site = SiteShape(520, 512, 768)
+    able = {role: kernel.why_not(GemmProblem.of(role, site, Format.BF16, device)) is None for role in Role}
+    kernels = SiteKernels(*(name if able[role] else "torch.fp32" for role in Role))
+    module = loka.LokaLinear(site.k, site.n, device="cuda", dtype=dtype, kernels=kernels)
+    x, dy = (
+        torch.randn(site.m, site.k, device="cuda", dtype=dtype),
+        1e-6 * torch.randn(site.m, site.n, device="cuda", dtype=dtype),
+    )
+    y, dx = run(module, x, dy)
+    tensors = {TensorName.X: x, TensorName.DY: dy, TensorName.W: module.weight.detach()}
+    assert module.weight.grad is not None
+    for role, actual in ((Role.FPROP, y - module.bias.detach()), (Role.DGRAD, dx), (Role.WGRAD, module.weight.grad)):
+        expected = oracle(kernels, role, tensors)
+        error = (actual.double() - expected).norm() / expected.norm()
+        assert error < (0.006 if dtype is torch.bfloat16 or name in ("torch.bf16", "torch.tf32") or "fbgemm" in name else 0.002)
+
+
+@pytest.mark.parametrize("kernels", [*TRIPLES, SiteKernels("onednn.int8", "torch.fp32", "torch.fp32")], ids=str)
+def test_compiles_into_one_graph_and_changes_nothing(kernels: SiteKernels) -> None:
+    module = loka.LokaLinear(48, 32, kernels=kernels)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, dy = torch.randn(20, 48), torch.randn(20, 32)
+    y, dx = run(module, x, dy)
+    dw = module.weight.grad
+    module.zero_grad()
+    compiled_y, compiled_dx = run(compiled, x, dy)
+    assert_close(compiled_y, y)
+    assert_close(compiled_dx, dx)
+    assert dw is not None
+    assert module.weight.grad is not None
+    assert_close(module.weight.grad, dw)
+
+
+def test_modules_compiled_apart_do_not_run_each_others_graph() -> None:
+    """They share one code object; torch.compile does not guard on enums used as keys, so their kernels must tell them apart."""
+    x = torch.randn(20, 48)
+    outputs = []
+    for kernels in TRIPLES:
+        torch.manual_seed(0)
+        module = loka.LokaLinear(48, 32, kernels=kernels)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        outputs.append(compiled(x).detach())
+        assert_close(outputs[-1], module(x).detach())
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("kernels", [SAME, SiteKernels.same("torch.fp32")], ids=str)
+def test_autocast_gives_the_autocast_dtype_and_full_gradients(kernels: SiteKernels) -> None:
+    module = loka.LokaLinear(32, 16, kernels=kernels)
+    x = torch.randn(8, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dx = run(module, x, torch.ones(8, 16, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert (dx.dtype, module.weight.grad.dtype) == (torch.float32, torch.float32)  # type: ignore[union-attr]
+    assert_close(y, module(x).detach(), rtol=0.01)
+
+
+def test_leading_axes_are_kept() -> None:
+    module = loka.LokaLinear(32, 16, kernels=SAME)
+    x = torch.randn(3, 4, 32)
+    assert module(x).shape == (3, 4, 16)
+    assert torch.equal(module(x).reshape(12, 16), module(x.reshape(12, 32)))
+    assert module(torch.randn(32)).shape == (16,)
+
+
+def test_empty_batch_trains() -> None:
+    module = loka.LokaLinear(32, 16, kernels=SAME)
+    y, dx = run(module, torch.empty(0, 32), torch.empty(0, 16))
+    assert (y.shape, dx.shape) == ((0, 16), (0, 32))
+    assert module.weight.grad is not None
+    assert not module.weight.grad.any()
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    module = loka.LokaLinear(32, 16, kernels=SAME)
+    module.weight.requires_grad_(False)
+    x = torch.randn(8, 32, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None
+    assert module.weight.grad is None
+    module.weight.requires_grad_(True)
+    module(x.detach()).sum().backward()
+    assert module.weight.grad is not None
+    with torch.no_grad():
+        assert not module(x).requires_grad
+
+
+class TestWeightCasts:
+    """The 8-bit copies must follow the weight however it moves, or training runs on stale values in silence."""
+
+    def is_current(self, module: loka.LokaLinear) -> bool:
+        fresh = loka.LokaLinear.from_linear(module, module.kernels)
+        x = torch.randn(8, module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+        return torch.equal(fresh(x), module(x))
+
+    def step(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        weight = next(module.parameters())
+        module(torch.randn(8, weight.shape[1], device=weight.device)).square().sum().backward()
+        optimizer.step()
+
+    @pytest.mark.parametrize("kernels", [SAME, SiteKernels.same("onednn.int8")], ids=str)
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_adamw_fused_or_not(self, kernels: SiteKernels, fused: bool) -> None:
+        module = loka.LokaLinear(32, 24, kernels=kernels)
+        self.step(module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused))
+        assert self.is_current(module)
+
+    def test_an_optimizer_of_other_weights_costs_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module, other = loka.LokaLinear(32, 24, kernels=SAME), nn.Linear(32, 24)
+        monkeypatch.setattr(module, "refresh_weight_casts", lambda: pytest.fail("refreshed for another's step"))
+        self.step(other, torch.optim.SGD(other.parameters(), lr=0.1))
+
+    def test_without_the_hook_they_would_be_stale(self) -> None:
+        module = loka.LokaLinear(32, 24, kernels=SAME)
+        with torch.no_grad():
+            module.weight.data.mul_(3)
+        assert not self.is_current(module)
+        loka.refresh(nn.Sequential(module))
+        assert self.is_current(module)
+
+    def test_refresh_keeps_the_buffers(self) -> None:
+        module = loka.LokaLinear(32, 24, kernels=SAME)
+        before = {name: buffer.data_ptr() for name, buffer in module.named_buffers()}
+        self.step(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        assert before == {name: buffer.data_ptr() for name, buffer in module.named_buffers()}
+        assert len(before) == 4  # codes and scale, plain for fprop and transposed for dgrad
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_load_state_dict(self, assign: bool) -> None:
+        module, source = loka.LokaLinear(32, 24, kernels=SAME), nn.Linear(32, 24)
+        module.load_state_dict(source.state_dict(), assign=assign)
+        assert torch.equal(module.weight, source.weight)
+        assert self.is_current(module)
+
+    @pytest.mark.parametrize("copier", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+    def test_copies_follow_their_own_weight(self, copier) -> None:  # type: ignore[no-untyped-def]
+        module = loka.LokaLinear(32, 24, kernels=SAME)
+        other = copier(module)
+        self.step(other, torch.optim.SGD(other.parameters(), lr=0.1))
+        assert self.is_current(other)
+        assert self.is_current(module)
+        assert not torch.equal(module.weight, other.weight)
+
+    def test_change_of_dtype_keeps_the_codes_8bit(self) -> None:
+        module = loka.LokaLinear(32, 24, kernels=SAME).to(torch.bfloat16)
+        assert {buffer.dtype for buffer in module.buffers()} == {torch.float8_e4m3fn, torch.float32}
+        assert module(torch.randn(4, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        assert self.is_current(module)
+
+    def test_two_modules_that_share_a_weight(self) -> None:
+        one = loka.LokaLinear(24, 24, kernels=SAME)
+        two = loka.LokaLinear.from_linear(one, SiteKernels.same("reference.tensorwise"))
+        assert two.weight is one.weight
+        model = nn.Sequential(one, two)
+        self.step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert self.is_current(one)
+        assert self.is_current(two)
+
+    def test_compiled_module_sees_the_new_weight_without_recompiling(self) -> None:
+        module = loka.LokaLinear(32, 24, kernels=SAME)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        x = torch.randn(8, 32)
+        compiled(x)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            self.step(module, optimizer)
+            module.eval()
+            assert_close(compiled(x).detach(), loka.LokaLinear.from_linear(module, SAME)(x).detach())
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", ["torch.rowwise", "torch.tensorwise"])
+    def test_graph_replay_of_a_whole_step(self, name: str) -> None:
+        """Forward, backward, fused AdamW and the refresh in one CUDA graph: replays must train, not repeat."""
+        module = loka.LokaLinear(256, 128, device="cuda", dtype=torch.bfloat16, kernels=SiteKernels.same(name))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True, capturable=True)
+        x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=False)
+            loss = module(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step()
+        losses = []
+        for _ in range(20):
+            graph.replay()
+            losses.append(loss.item())
+            assert self.is_current(module)
+        assert losses[-1] < 0.5 * losses[0]
+
+
+class TestFaceOfLinear:
+    def test_state_dict_is_that_of_linear(self) -> None:
+        linear = nn.Linear(32, 24)
+        module = loka.LokaLinear.from_linear(linear, SAME)
+        assert list(module.state_dict()) == list(linear.state_dict())
+        nn.Linear(32, 24).load_state_dict(module.state_dict())
+        assert [id(p) for p in module.parameters()] == [id(p) for p in linear.parameters()]
+
+    def test_checkpoint_without_loka(self) -> None:
+        buffer = io.BytesIO()
+        torch.save(loka.LokaLinear(8, 4, kernels=SAME).state_dict(), buffer)
+        buffer.seek(0)
+        nn.Linear(8, 4).load_state_dict(torch.load(buffer, weights_only=True))
+
+    def test_repr_names_the_kernels(self) -> None:
+        module = loka.LokaLinear(8, 4, kernels=SiteKernels("reference.static", "torch.fp32", "reference.rowwise"))
+        assert "fprop=reference.static, dgrad=torch.fp32, wgrad=reference.rowwise" in repr(module)
+
+    @pytest.mark.parametrize(
+        ("x", "message"),
+        [
+            (torch.randn(4, 7), r"expected input of shape \(..., 8\), got \(4, 7\)"),
+            (torch.tensor(1.0), r"expected input of shape \(..., 8\), got \(\)"),
+            (torch.randn(4, 8, dtype=torch.bfloat16), "input is torch.bfloat16, the weight torch.float32: cast one of them"),
+            (torch.randn(4, 8, device="meta"), "input is on meta, the weight on cpu"),
+        ],
+    )
+    def test_bad_input_says_what_is_expected(self, x: Tensor, message: str) -> None:
+        with pytest.raises(InvalidInput, match=message):
+            loka.LokaLinear(8, 4, kernels=SAME)(x)
+
+    def test_unknown_kernel_suggests(self) -> None:
+        with pytest.raises(UnknownName, match=r"no kernel is called 'torch.rowise'. Did you mean 'torch.rowwise'"):
+            loka.LokaLinear(8, 4, kernels=SiteKernels.same("torch.rowise"))
