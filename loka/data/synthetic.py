@@ -47,12 +47,12 @@ class SyntheticOptions(msgspec.Struct, frozen=True, kw_only=True):
     bag_length: int = 8
     sequence_size: int = 20_000
     sequence_length: int = 32
-    zipf: float = 1.05  # the id of rank k has a share ∝ k^-zipf
+    zipf: float = 1.2  # the id of rank k has a share ∝ k^-zipf
     missing: float = 0.1  # mean share of missing values; features differ from none to twice that
     base_rate: float = 0.03
-    first_order: float = 0.8  # standard deviation of each order's part of the logit
-    second_order: float = 0.8
-    third_order: float = 0.6
+    first_order: float = 1.0  # standard deviation of each order's part of the logit
+    second_order: float = 0.9
+    third_order: float = 0.7
     dense: DenseForm = DenseForm.LOG
     test_examples: int = 65_536
     teacher_seed: int = 0  # apart from the stream's own seed: runs over several seeds learn the same function
@@ -126,6 +126,11 @@ class Synthetic:
             yield self._batch(2 * index + 1, min(batch_size, self.options.test_examples - first), step)
 
     def _batch(self, position: int, batch_size: int, step: int) -> Batch:
+        # A caller may ask for batches inside its own autocast: the teacher must not become less precise by that.
+        with torch.autocast(self._device.type, enabled=False):
+            return self._draw_batch(position, batch_size, step)
+
+    def _draw_batch(self, position: int, batch_size: int, step: int) -> Batch:
         generator = torch.Generator(self._device).manual_seed(batch_seed(self._seed, position))
         drift = self.options.drift
         features = self._law.draw(generator, batch_size, shift=int(step * drift.popularity_ids_per_step))

@@ -26,7 +26,8 @@ from loka.data.synthetic_features import DrawnFeatures, FeatureLaw
 
 LATENT_WIDTH = 8
 RECENCY_SECONDS = 86_400.0  # how fast the past of a sequence fades: by a factor e a day
-SEQUENCE_WEIGHT = 2.0  # against 1 of any other field: histories say more than most features
+SEQUENCE_WEIGHT = 2.0  # against 1 of a typical field: histories say more than most features
+IMPORTANCE_SPREAD = 0.4  # standard deviation of the logarithm of fields' scales: some features say much, most little
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,11 @@ def draw_teacher(seed: int, law: FeatureLaw) -> Teacher:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
+    def importance(*shape: int) -> Tensor:
+        return torch.exp(IMPORTANCE_SPREAD * normal(*shape))
+
     def centred(popularity_V: Tensor) -> Tensor:
-        latent_VR = normal(len(popularity_V), LATENT_WIDTH)
+        latent_VR = normal(len(popularity_V), LATENT_WIDTH) * importance(1)
         return latent_VR - popularity_V.float() @ latent_VR
 
     onehot = [centred(popularity_V) for popularity_V in law.onehot.popularity()]
@@ -110,8 +114,8 @@ def draw_teacher(seed: int, law: FeatureLaw) -> Teacher:
         onehot_start_F=torch.tensor([0, *law.onehot.sizes[:-1]]).cumsum(0),
         multihot_VR=tuple(multihot),
         sequence_VR=sequence[0] if sequence else None,
-        dense_DR=normal(n_dense, LATENT_WIDTH),
-        missing_DR=normal(n_dense, LATENT_WIDTH),
+        dense_DR=normal(n_dense, LATENT_WIDTH) * importance(n_dense, 1),
+        missing_DR=normal(n_dense, LATENT_WIDTH) * importance(n_dense, 1),
         present_DR=torch.zeros(n_dense, LATENT_WIDTH),
         log_mean_D=torch.zeros(n_dense),
         log_std_D=torch.ones(n_dense),

@@ -57,6 +57,13 @@ def test_a_batch_depends_on_seed_and_place_alone() -> None:
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(ids, 2))
 
 
+def test_a_caller_s_autocast_does_not_reach_the_teacher() -> None:
+    data = open_synthetic()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = next(data.train(64))
+    assert_same(inside, next(data.train(64)))
+
+
 def test_held_out_examples_are_finite_repeatable_and_not_trained_on() -> None:
     data = open_synthetic(test_examples=150)
     test = list(data.test(64))
