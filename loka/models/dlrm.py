@@ -68,7 +68,7 @@ MODELS.add(
         build_dlrm,
         {
             "tiny": DlrmConfig(dim=8, dense_widths=(32, 16), top_widths=(64, 32)),
-            "small": DlrmConfig(dim=16, dense_widths=(128, 64), top_widths=(256, 256, 128)),
+            "small": DlrmConfig(dim=32, dense_widths=(128, 64), top_widths=(256, 256, 128)),
             "base": DlrmConfig(dim=256, dense_widths=(512, 256), top_widths=(16384, 16384, 8192, 4096)),
             "large": DlrmConfig(dim=256, dense_widths=(512, 256), top_widths=(38912, 38912, 19456, 9728)),
         },

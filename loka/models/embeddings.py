@@ -1,8 +1,10 @@
 """Ids to vectors: one table for all features, with gradients for the rows touched only.
 
 Axes:  B examples,  E width of an embedding,  F one-hot features,  G bags,  S ids in a bag,  L steps of the sequence,
-N = F + G·S + L ids of an example,  P pooled features.
+N = F + G·S + L ids of an example,  P features that come out.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,22 @@ from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput
 from loka.data.batch import PADDING, Batch, FeatureSchema
+
+
+@dataclass(frozen=True)
+class _Feature:
+    name: str
+    n_rows: int  # of the table
+    n_ids: int  # of an example
+    lowest_id: int  # PADDING where ids may be missing
+
+
+def _features(schema: FeatureSchema) -> list[_Feature]:
+    features = [_Feature(f"one-hot feature {f}", size, 1, 0) for f, size in enumerate(schema.onehot_sizes)]
+    features += [_Feature(f"bag {g}", size, schema.bag_length, PADDING) for g, size in enumerate(schema.multihot_sizes)]
+    if schema.sequence_length:
+        features.append(_Feature("the sequence", schema.sequence_size, schema.sequence_length, PADDING))
+    return features
 
 
 class Embeddings(nn.Module):
@@ -32,68 +50,64 @@ class Embeddings(nn.Module):
     def __init__(self, schema: FeatureSchema, dim: int, *, keep_sequence: bool = False) -> None:
         super().__init__()
         _check_schema(schema)
+        features = _features(schema)
         self.schema = schema
         self.dim = dim
         self.keep_sequence = keep_sequence
-        sizes = (*schema.onehot_sizes, *schema.multihot_sizes, *((schema.sequence_size,) if schema.sequence_length else ()))
-        ids = (
-            *(1 for _ in schema.onehot_sizes),
-            *(schema.bag_length for _ in schema.multihot_sizes),
-            *((schema.sequence_length,) if schema.sequence_length else ()),
-        )
-        self.n_features = len(sizes) - bool(keep_sequence and schema.sequence_length)
+        self.n_features = len(features) - (keep_sequence and schema.sequence_length > 0)
 
-        self.table = nn.Parameter(torch.empty(sum(sizes), dim))
+        self.table = nn.Parameter(torch.empty(sum(feature.n_rows for feature in features), dim))
         offsets = []
         row = 0
-        for size in sizes:
-            # As in DLRM: the more ids share a feature, the rarer each, and the nearer to zero one that was never trained
+        for feature in features:
+            # As in DLRM: the more ids a feature has, the rarer each is, and the nearer to zero one that was never trained
             # stays. Noise from unseen ids costs more than a slow start.
-            nn.init.uniform_(self.table[row : row + size], -(size**-0.5), size**-0.5)
+            bound = feature.n_rows**-0.5
+            nn.init.uniform_(self.table[row : row + feature.n_rows], -bound, bound)
             offsets.append(row)
-            row += size
+            row += feature.n_rows
 
         def per_id(values: list[int]) -> Tensor:
-            return torch.tensor([value for value, n in zip(values, ids, strict=True) for _ in range(n)], dtype=torch.int64)
+            repeats = [[value] * feature.n_ids for value, feature in zip(values, features, strict=True)]
+            return torch.tensor([value for repeated in repeats for value in repeated])
 
-        n_onehot = len(schema.onehot_sizes)
         self.register_buffer("offset_N", per_id(offsets), persistent=False)
-        self.register_buffer("size_N", per_id(list(sizes)), persistent=False)
-        lowest = [0 if i < n_onehot else PADDING for i in range(len(sizes))]
-        self.register_buffer("lowest_N", per_id(lowest), persistent=False)
+        self.register_buffer("size_N", per_id([feature.n_rows for feature in features]), persistent=False)
+        self.register_buffer("lowest_N", per_id([feature.lowest_id for feature in features]), persistent=False)
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         schema = self.schema
-        n_onehot, n_bags, length = len(schema.onehot_sizes), len(schema.multihot_sizes), schema.sequence_length
         ids_BN = self._ids(batch)
         if ids_BN.device.type == "cpu":
             self._check_ids(ids_BN)
         rows_BNE = F.embedding(ids_BN.clamp(min=0) + self.offset_N, self.table, sparse=True)
         valid_BN = ids_BN != PADDING
 
-        widths = (n_onehot, n_bags * schema.bag_length, length)
+        n_bags = len(schema.multihot_sizes)
+        widths = (len(schema.onehot_sizes), n_bags * schema.bag_length, schema.sequence_length)
         onehot_BFE, bags_BXE, sequence_BLE = rows_BNE.split(widths, dim=1)
-        _, bags_BX, valid_BL = valid_BN.split(widths, dim=1)
+        _, valid_BX, valid_BL = valid_BN.split(widths, dim=1)
         features = [onehot_BFE]
         if n_bags:
-            features.append(_mean(bags_BXE.unflatten(1, (n_bags, -1)), bags_BX.unflatten(1, (n_bags, -1))))
+            features.append(_mean(bags_BXE.unflatten(1, (n_bags, -1)), valid_BX.unflatten(1, (n_bags, -1))))
         if self.keep_sequence:
             return torch.cat(features, dim=1), sequence_BLE * valid_BL.unsqueeze(-1), valid_BL
-        if length:
+        if schema.sequence_length:
             features.append(_mean(sequence_BLE, valid_BL).unsqueeze(1))
         return (torch.cat(features, dim=1),)
 
     def _ids(self, batch: Batch) -> Tensor:
+        """All ids of each example in the table's order of features."""
         schema = self.schema
-        expected = [
-            ("onehot_BF", batch.onehot_BF, (len(schema.onehot_sizes),)),
-            ("multihot_BGS", batch.multihot_BGS, (len(schema.multihot_sizes), schema.bag_length)),
-            ("sequence_BL", batch.sequence_BL, (schema.sequence_length,)),
+        expected: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+            ("onehot_BF", batch.onehot_BF, (len(schema.onehot_sizes),))
         ]
+        if schema.multihot_sizes:
+            expected.append(("multihot_BGS", batch.multihot_BGS, (len(schema.multihot_sizes), schema.bag_length)))
+        if schema.sequence_length:
+            expected.append(("sequence_BL", batch.sequence_BL, (schema.sequence_length,)))
         ids = []
         for name, tensor, shape in expected:
-            if 0 in shape and name != "onehot_BF":
-                continue  # the schema has none; what the batch carries is not for this model
             if tensor is None or tuple(tensor.shape[1:]) != shape:
                 got = "none" if tensor is None else f"{tuple(tensor.shape[1:])}"
                 raise InvalidInput(f"the model was built for {name} of shape {shape} an example, the batch has {got}")
@@ -104,19 +118,12 @@ class Embeddings(nn.Module):
         bad_BN = (ids_BN < self.lowest_N) | (ids_BN >= self.size_N)
         if bad_BN.any():
             example, n = bad_BN.nonzero()[0].tolist()
+            names = [feature.name for feature in _features(self.schema) for _ in range(feature.n_ids)]
             wrong, size = int(ids_BN[example, n]), int(self.size_N[n])
             raise InvalidInput(
-                f"{self._feature_name(n)} of example {example} is {wrong}, out of range for a feature of {size} ids "
-                f"(0 to {size - 1}); hash or clip ids when reading them, or build the model with a larger size"
+                f"example {example} has id {wrong} in {names[n]}, which has the {size} ids from 0 to {size - 1}; "
+                f"hash or clip ids when reading them, or build the model with a larger size"
             )
-
-    def _feature_name(self, n: int) -> str:
-        n_onehot, in_bags = len(self.schema.onehot_sizes), len(self.schema.multihot_sizes) * self.schema.bag_length
-        if n < n_onehot:
-            return f"one-hot feature {n}"
-        if n < n_onehot + in_bags:
-            return f"an id in bag {(n - n_onehot) // self.schema.bag_length}"
-        return f"step {n - n_onehot - in_bags} of the sequence"
 
 
 def _mean(rows_XSE: Tensor, valid_XS: Tensor) -> Tensor:

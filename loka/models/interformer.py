@@ -65,20 +65,19 @@ class Gate(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of queries to the valid tokens; with ``angles_TC`` queries and keys are rotated by position."""
+    """Multi-head attention of queries to the valid tokens; with ``angle_TC`` queries and keys are rotated by position."""
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
         self.n_heads = config.n_heads
         self.query = nn.Linear(config.dim, config.dim)
-        self.key = nn.Linear(config.dim, config.dim)
-        self.value = nn.Linear(config.dim, config.dim)
+        self.key_value = nn.Linear(config.dim, 2 * config.dim)
         self.out = nn.Linear(config.dim, config.dim)
 
     def forward(self, query_BQE: Tensor, token_BTE: Tensor, valid_BT: Tensor, angle_TC: Tensor | None = None) -> Tensor:
         q_BHQC, k_BHTC, v_BHTC = (
             x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-            for x in (self.query(query_BQE), self.key(token_BTE), self.value(token_BTE))
+            for x in (self.query(query_BQE), *self.key_value(token_BTE).chunk(2, dim=-1))
         )
         if angle_TC is not None:
             q_BHQC, k_BHTC = rotate(q_BHQC, angle_TC), rotate(k_BHTC, angle_TC)

@@ -100,7 +100,7 @@ MODELS.add(
                 dim=8, n_layers=2, n_fmb=4, n_lcb=4, rank=4, fmb_widths=(32,), top_widths=(32,), dense_widths=(16,)
             ),
             "small": WukongConfig(
-                dim=16, n_layers=3, n_fmb=8, n_lcb=8, rank=8, fmb_widths=(128,), top_widths=(128, 64), dense_widths=(64,)
+                dim=32, n_layers=3, n_fmb=8, n_lcb=8, rank=8, fmb_widths=(128,), top_widths=(128, 64), dense_widths=(64,)
             ),
             "base": WukongConfig(
                 dim=128,

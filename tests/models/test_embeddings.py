@@ -112,11 +112,11 @@ def test_gradient_is_sparse_and_only_of_the_rows_looked_up() -> None:
 @pytest.mark.parametrize(
     ("field", "index", "value", "message"),
     [
-        ("onehot_BF", (2, 1), 11, "one-hot feature 1 of example 2 is 11, out of range for a feature of 11 ids"),
-        ("onehot_BF", (0, 0), PADDING, "one-hot feature 0 of example 0 is -1"),
-        ("multihot_BGS", (1, 1, 3), 6, "an id in bag 1 of example 1 is 6"),
-        ("multihot_BGS", (1, 0, 0), -2, "an id in bag 0 of example 1 is -2"),
-        ("sequence_BL", (3, 5), 9, "step 5 of the sequence of example 3 is 9"),
+        ("onehot_BF", (2, 1), 11, "example 2 has id 11 in one-hot feature 1, which has the 11 ids from 0 to 10"),
+        ("onehot_BF", (0, 0), PADDING, "example 0 has id -1 in one-hot feature 0"),
+        ("multihot_BGS", (1, 1, 3), 6, "example 1 has id 6 in bag 1"),
+        ("multihot_BGS", (1, 0, 0), -2, "example 1 has id -2 in bag 0"),
+        ("sequence_BL", (3, 5), 9, "example 3 has id 9 in the sequence"),
     ],
 )
 def test_id_out_of_range_names_the_feature(

@@ -141,7 +141,8 @@ def attention(module: nn.Module, queries: Tensor, tokens: Tensor, positions: lis
             turned[i + 2] = vector[i] * math.sin(angle) + vector[i + 2] * math.cos(angle)
         return turned
 
-    q, k, v = linear(module.query, queries), linear(module.key, tokens), linear(module.value, tokens)
+    q, kv = linear(module.query, queries), linear(module.key_value, tokens)
+    k, v = kv[:, :8], kv[:, 8:]
     rows = []
     for i in range(len(queries)):
         heads = []
