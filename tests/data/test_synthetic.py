@@ -69,8 +69,8 @@ def test_held_out_examples_are_finite_repeatable_and_not_trained_on() -> None:
     test = list(data.test(64))
     assert [len(batch) for batch in test] == [64, 64, 22]
     assert_same(test[1], list(data.test(64))[1])
-    trained = [batch.dense_BD for batch in itertools.islice(data.train(64), 20)]
-    assert all(not torch.equal(batch.dense_BD, dense[: len(batch)]) for batch in test for dense in trained)
+    trained = [batch.onehot_BF for batch in itertools.islice(data.train(64), 20)]
+    assert all(not torch.equal(batch.onehot_BF, ids[: len(batch)]) for batch in test for ids in trained)
 
 
 def test_seeds_of_batches_never_meet() -> None:
@@ -239,6 +239,13 @@ def test_the_logit_is_the_formula_worked_out_one_example_at_a_time() -> None:
         ]
         expected = teacher.bias + sum(scale * order for scale, order in zip(teacher.order_scale, orders, strict=True))
         assert batch.teacher_logit_B[b].item() == pytest.approx(expected, abs=2e-4)
+
+
+def test_every_field_has_mean_zero_so_that_orders_do_not_mix() -> None:
+    data = open_synthetic(missing=0.4)
+    x_BX = data.teacher._fields(data._law.draw(torch.Generator().manual_seed(5), 100_000)).double()
+    deviation_X = x_BX.mean(0) / (x_BX.std(0) / math.sqrt(len(x_BX)) + 1e-12)
+    assert deviation_X.abs().max() < 6  # of 72, some of them standardized on another sample
 
 
 def every_combination(sizes: tuple[int, ...]) -> DrawnFeatures:
