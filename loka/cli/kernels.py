@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loka.cli.shapes import parse_shape
-from loka.cli.tables import grouped_reasons, microseconds, plain_table
+from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
 from loka.core.gemm import GemmProblem, Role, SiteShape, TensorName
 
 if TYPE_CHECKING:
@@ -68,10 +68,10 @@ def _list(where: "torch.device", *, as_json: bool) -> None:
     for row in rows:
         if row.why_not is None:
             table.add_row(row.kernel, row.recipe, "all" if len(row.roles) == len(Role) else ", ".join(row.roles))
-    console = Console()
-    console.print(table)
-    _print_reasons(console, [(row.kernel, None, row.why_not) for row in rows if row.why_not])
-    console.print("Next: loka kernels --shape 2048x1024x1024  (error and time of each, here)")
+    out = console()
+    out.print(table)
+    _print_reasons(out, [(row.kernel, None, row.why_not) for row in rows if row.why_not])
+    out.print("Next: loka kernels --shape 2048x1024x1024  (error and time of each, here)")
 
 
 def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
@@ -86,10 +86,10 @@ def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(rows).decode())
         return
-    console = Console()
-    console.print(_measured_table(rows, baseline_kernel(dtype), f"{site} on {device_of(where)}, a {dtype} model"))
-    _print_reasons(console, [(row.kernel, row.role, row.why_not) for row in rows if row.why_not])
-    console.print("whole = casts of activations and gradients + GEMM; the cast of w is paid once a step, never when serving")
+    out = console()
+    out.print(_measured_table(rows, baseline_kernel(dtype), f"{site} on {device_of(where)}, a {dtype} model"))
+    _print_reasons(out, [(row.kernel, row.role, row.why_not) for row in rows if row.why_not])
+    out.print("whole = casts of activations and gradients + GEMM; the cast of w is paid once a step, never when serving")
 
 
 def _measured_table(rows: "list[GemmMeasurement]", baseline: str, title: str) -> Table:
@@ -106,6 +106,6 @@ def _measured_table(rows: "list[GemmMeasurement]", baseline: str, title: str) ->
     return table
 
 
-def _print_reasons(console: Console, refusals: list[tuple[str, Role | None, str]]) -> None:
+def _print_reasons(out: Console, refusals: list[tuple[str, Role | None, str]]) -> None:
     for names, reason in grouped_reasons(refusals):
-        console.print(f"[bold]not here:[/] {names}\n    {reason}")
+        out.print(f"[bold]not here:[/] {names}\n    {reason}")

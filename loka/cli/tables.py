@@ -1,8 +1,10 @@
 """What several commands print alike: plain tables, times, and reasons each told once."""
 
+import sys
 from collections.abc import Iterable
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from loka.core.gemm import Role
@@ -16,6 +18,11 @@ def plain_table(title: str, columns: list[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right", no_wrap=True)
     return table
+
+
+def console() -> Console:
+    """Standard output; where it is no terminal, wide enough that tables are whole."""
+    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 def microseconds(time_us: float) -> str:

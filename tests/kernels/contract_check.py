@@ -5,9 +5,10 @@ from torch import Tensor
 
 from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.recipe import Accumulation, Format
-from loka.kernels.casting import cast
+from loka.kernels.casting import cast_high_precision
 from loka.kernels.contract import Kernel, multiply
 from loka.kernels.operand import Form, Operand
+from loka.kernels.providers.torch_casts import quantize_forms
 from loka.numerics.scaling import Quantized, dequantize
 
 # Error of the sum itself, relative to Σ|a||b|. Hopper's tensor cores add FP8 products in about 14 bits.
@@ -18,11 +19,20 @@ WRITES_BF16 = ("torch.bf16", "fbgemm.rowwise", "fbgemm.rowwise_fast")  # whateve
 
 
 def operands_of(kernel: Kernel, role: Role, tensors: dict[TensorName, Tensor]) -> tuple[Operand, Operand]:
+    """Cast by the oracle's arithmetic, uncompiled: the product is under test here, casts are in test_casting."""
     a, b = (
-        cast(source.tensor, tensors[source.tensor], (Form(spec, source.transposed),))[0]
+        _cast(tensors[source.tensor], Form(spec, source.transposed))
         for source, spec in zip(SOURCES[role], kernel.operands(role), strict=True)
     )
     return a, b
+
+
+def _cast(tensor: Tensor, form: Form) -> Operand:
+    if not form.spec.format.is_8bit:
+        return cast_high_precision(tensor, form)
+    ((codes, scale),) = quantize_forms(tensor, (form,))
+    rows, cols = tensor.shape
+    return Operand(codes, scale, *((cols, rows) if form.transposed else (rows, cols)), form.spec)
 
 
 def values(operand: Operand) -> Tensor:

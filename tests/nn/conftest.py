@@ -2,7 +2,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
-    """Each test compiles its own modules; torch counts compilations of one function against a limit."""
+@pytest.fixture
+def fresh_compiler() -> None:
+    """For tests that compile a module each: torch counts compilations of one function against a limit."""
     torch.compiler.reset()

@@ -72,9 +72,13 @@ def test_output_and_gradients_are_the_oracles(kernels: SiteKernels, m: int, k: i
         assert_close(module.bias.grad, dy.double().sum(0))
 
 
+GPU_KERNELS = [name for name in KERNELS.names() if not name.startswith(("reference.", "onednn."))]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", [name for name in KERNELS.names() if not name.startswith(("reference.", "onednn."))])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.bfloat16) for name in GPU_KERNELS), ("torch.rowwise", torch.float32)], ids=str
+)
 def test_gpu_kernels_under_autograd_are_the_oracles(name: str, dtype: torch.dtype) -> None:
     device = device_of(torch.device("cuda"))
     kernel = KERNELS.get(name)
@@ -94,9 +98,10 @@ def test_gpu_kernels_under_autograd_are_the_oracles(name: str, dtype: torch.dtyp
     for role, actual in ((Role.FPROP, y - module.bias.detach()), (Role.DGRAD, dx), (Role.WGRAD, module.weight.grad)):
         expected = oracle(kernels, role, tensors)
         error = (actual.double() - expected).norm() / expected.norm()
-        assert error < (0.006 if dtype is torch.bfloat16 or name in ("torch.bf16", "torch.tf32") or "fbgemm" in name else 0.002)
+        assert error < (0.006 if dtype is torch.bfloat16 else 0.002)  # of the product alone: bf16 is rounded to 8 bits
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kernels", [*TRIPLES, SiteKernels("onednn.int8", "torch.fp32", "torch.fp32")], ids=str)
 def test_compiles_into_one_graph_and_changes_nothing(kernels: SiteKernels) -> None:
     module = loka.LokaLinear(48, 32, kernels=kernels)
@@ -113,6 +118,7 @@ def test_compiles_into_one_graph_and_changes_nothing(kernels: SiteKernels) -> No
     assert_close(module.weight.grad, dw)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_modules_compiled_apart_do_not_run_each_others_graph() -> None:
     """They share one code object; torch.compile does not guard on enums used as keys, so their kernels must tell them apart."""
     x = torch.randn(20, 48)
@@ -239,6 +245,7 @@ class TestWeightCasts:
         assert self.is_current(one)
         assert self.is_current(two)
 
+    @pytest.mark.usefixtures("fresh_compiler")
     def test_compiled_module_sees_the_new_weight_without_recompiling(self) -> None:
         module = loka.LokaLinear(32, 24, kernels=SAME)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
