@@ -3,6 +3,7 @@
 Axes:  B examples,  D dense features,  F one-hot features,  G bags,  S ids in a bag,  L steps of the sequence.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,19 +39,23 @@ class Batch:
     def __len__(self) -> int:
         return self.label_B.shape[0]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
+    def __getitem__(self, examples: slice) -> "Batch":
+        """Some of the examples, sharing memory with the whole."""
+        return self._each(lambda tensor: tensor[examples])
 
-        def move_optional(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else move(tensor)
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        def optional(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(tensor)
 
         return Batch(
-            move(self.dense_BD),
-            move(self.onehot_BF),
-            move(self.label_B),
-            move_optional(self.multihot_BGS),
-            move_optional(self.sequence_BL),
-            move_optional(self.times_BL),
-            move_optional(self.teacher_logit_B),
+            function(self.dense_BD),
+            function(self.onehot_BF),
+            function(self.label_B),
+            optional(self.multihot_BGS),
+            optional(self.sequence_BL),
+            optional(self.times_BL),
+            optional(self.teacher_logit_B),
         )

@@ -1,8 +1,8 @@
 """An endless click stream whose labels come from a hidden teacher, so that the best possible log-loss is known.
 
 Ids follow Zipf's law, dense features are counts over many binades (some missing), bags and sequences vary in length, and
-what the stream is like may drift. Batch i depends on the seed, i and the batch size alone, and is made where it is used:
-on the GPU without a host sync.
+what the stream is like may drift. Batch i depends on the seed, i, the batch size and the kind of device alone, and is made
+where it is used: on the GPU without a host sync.
 
 Axes:  B examples,  D dense features,  and those of ``batch``.
 """
@@ -25,6 +25,8 @@ from loka.data.synthetic_features import FeatureLaw, draw_feature_law
 from loka.data.synthetic_teacher import calibrate, draw_teacher
 
 CALIBRATION_EXAMPLES = 65_536
+# A GPU is launched into about a hundred times whatever the size, so there consecutive batches are drawn together.
+EXAMPLES_AT_ONCE = {"cuda": 32_768}
 _DEFAULT_VOCABULARIES = tuple(round(10 * 10_000 ** (f / 25)) for f in range(26))  # 10 to 100 000, evenly in the logarithm
 
 
@@ -116,38 +118,48 @@ class Synthetic:
 
     def train(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
         check_batch_size(batch_size)
-        for step in itertools.count(start):
-            yield self._batch(2 * step, batch_size, step)
+        at_once = max(1, EXAMPLES_AT_ONCE.get(self._device.type, 1) // batch_size)
+        first_block, done = divmod(start, at_once)
+        for block in itertools.count(first_block):
+            steps = range(block * at_once, (block + 1) * at_once)
+            examples = self._draw(2 * block, batch_size, steps)
+            for index in range(done, at_once):
+                yield examples[index * batch_size : (index + 1) * batch_size]
+            done = 0
 
     def test(self, batch_size: int, *, step: int = 0) -> Iterator[Batch]:
         """``test_examples`` examples that training never sees, drawn as the stream is at ``step``."""
         check_batch_size(batch_size)
         for index, first in enumerate(range(0, self.options.test_examples, batch_size)):
-            yield self._batch(2 * index + 1, min(batch_size, self.options.test_examples - first), step)
+            yield self._draw(2 * index + 1, min(batch_size, self.options.test_examples - first), range(step, step + 1))
 
-    def _batch(self, position: int, batch_size: int, step: int) -> Batch:
+    def _draw(self, position: int, batch_size: int, steps: range) -> Batch:
+        """The batches of ``steps``, one behind the other, from the random numbers of ``position``."""
         # A caller may ask for batches inside its own autocast: the teacher must not become less precise by that.
         with torch.autocast(self._device.type, enabled=False):
-            return self._draw_batch(position, batch_size, step)
-
-    def _draw_batch(self, position: int, batch_size: int, step: int) -> Batch:
-        generator = torch.Generator(self._device).manual_seed(batch_seed(self._seed, position))
-        drift = self.options.drift
-        features = self._law.draw(generator, batch_size, shift=int(step * drift.popularity_ids_per_step))
-        turn = step / drift.teacher_steps * math.pi / 2 if drift.teacher_steps else 0.0
-        logit_B = self.teacher.logits(features, turn=turn)
-        click_B = torch.rand(batch_size, generator=generator, device=self._device) < torch.sigmoid(logit_B)
-        scaled = bool(drift.scale_features) and step >= drift.scale_at
-        count_BD = features.count_BD * self._drifted_scale_D if scaled else features.count_BD
-        return Batch(
-            dense_BD=self.options.dense.apply(count_BD),
-            onehot_BF=features.onehot_BF,
-            label_B=click_B.float(),
-            multihot_BGS=features.multihot_BGS,
-            sequence_BL=features.sequence_BL,
-            times_BL=features.times_BL,
-            teacher_logit_B=logit_B,
-        )
+            n = batch_size * len(steps)
+            generator = torch.Generator(self._device).manual_seed(batch_seed(self._seed, position))
+            drift, shift_B, turn_B = self.options.drift, None, None
+            step_B = torch.arange(steps.start, steps.stop, device=self._device).repeat_interleave(batch_size, output_size=n)
+            if drift.popularity_ids_per_step:
+                shift_B = (step_B.double() * drift.popularity_ids_per_step).long()
+            if drift.teacher_steps:
+                turn_B = step_B * (math.pi / 2 / drift.teacher_steps)
+            features = self._law.draw(generator, n, shift_B=shift_B)
+            logit_B = self.teacher.logits(features, turn_B=turn_B)
+            click_B = torch.rand(n, generator=generator, device=self._device) < torch.sigmoid(logit_B)
+            count_BD = features.count_BD
+            if drift.scale_features:
+                count_BD = torch.where((step_B >= drift.scale_at)[:, None], count_BD * self._drifted_scale_D, count_BD)
+            return Batch(
+                dense_BD=self.options.dense.apply(count_BD),
+                onehot_BF=features.onehot_BF,
+                label_B=click_B.float(),
+                multihot_BGS=features.multihot_BGS,
+                sequence_BL=features.sequence_BL,
+                times_BL=features.times_BL,
+                teacher_logit_B=logit_B,
+            )
 
 
 def expected_logloss(logit: Tensor) -> Tensor:

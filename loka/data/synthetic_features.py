@@ -45,13 +45,13 @@ class ZipfLaw:
         span_F = [math.expm1(math.log(size + 1) * (1 - exponent)) for size in sizes]
         return cls(sizes, exponent, torch.tensor(sizes, device=device), torch.tensor(span_F, device=device))
 
-    def ids(self, uniform: Tensor, *, shift: int = 0) -> Tensor:
-        """Ids from uniform numbers whose second axis is the features; with ``shift`` the k-th most popular id is k + shift."""
-        one_each = (-1, *[1] * (uniform.dim() - 2))
-        size, span = self.size_F.view(one_each), self.span_F.view(one_each)
+    def ids(self, uniform: Tensor, *, shift_B: Tensor | None = None) -> Tensor:
+        """Ids from uniform numbers with axes B, F and any others; with a shift the k-th most popular id is k + shift."""
+        others = [1] * (uniform.dim() - 2)
+        size, span = self.size_F.view(-1, *others), self.span_F.view(-1, *others)
         rank = torch.exp(torch.log1p(uniform * span) / (1 - self.exponent)).long() - 1
         rank = torch.minimum(rank, size - 1)
-        return (rank + shift) % size if shift else rank
+        return rank if shift_B is None else (rank + shift_B.view(-1, 1, *others)) % size
 
     def popularity(self) -> list[Tensor]:
         """The share of every id of each feature, in float64 on the CPU."""
@@ -76,19 +76,19 @@ class FeatureLaw:
     activity_D: Tensor  # correlation of a count's logarithm with the shared factor
     missing_D: Tensor
 
-    def draw(self, generator: torch.Generator, n: int, *, shift: int = 0) -> DrawnFeatures:
-        """``n`` examples on the generator's device, without a host sync; ``shift`` as in ``ZipfLaw.ids``."""
+    def draw(self, generator: torch.Generator, n: int, *, shift_B: Tensor | None = None) -> DrawnFeatures:
+        """``n`` examples on the generator's device, without a host sync; ``shift_B`` as in ``ZipfLaw.ids``."""
         count_BD = self._counts(generator, n)
-        onehot_BF = self.onehot.ids(_uniform(generator, n, len(self.onehot.sizes)), shift=shift)
+        onehot_BF = self.onehot.ids(_uniform(generator, n, len(self.onehot.sizes)), shift_B=shift_B)
         multihot_BGS = sequence_BL = times_BL = None
         if self.multihot.sizes:
             shape = (n, len(self.multihot.sizes), self.bag_length)
-            ids_BGS = self.multihot.ids(_uniform(generator, *shape), shift=shift)
+            ids_BGS = self.multihot.ids(_uniform(generator, *shape), shift_B=shift_B)
             length_BG1 = _lengths(generator, *shape[:2], 1, longest=self.bag_length)
             position_S = torch.arange(self.bag_length, device=generator.device)
             multihot_BGS = ids_BGS.masked_fill(position_S >= length_BG1, PADDING)
         if self.sequence.sizes:
-            ids_BL = self.sequence.ids(_uniform(generator, n, 1, self.sequence_length), shift=shift)[:, 0]
+            ids_BL = self.sequence.ids(_uniform(generator, n, 1, self.sequence_length), shift_B=shift_B)[:, 0]
             length_B1 = _lengths(generator, n, 1, longest=self.sequence_length)
             absent_BL = torch.arange(self.sequence_length, 0, -1, device=generator.device) > length_B1
             sequence_BL = ids_BL.masked_fill(absent_BL, PADDING)

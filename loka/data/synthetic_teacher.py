@@ -13,7 +13,6 @@ Axes:  B examples,  D dense features,  F one-hot features,  G bags,  S ids in a 
        R latent width,  X = R times the number of fields.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,22 +48,22 @@ class Teacher:
     order_scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
     bias: float = 0.0
 
-    def logits(self, features: DrawnFeatures, *, turn: float = 0.0) -> Tensor:
-        """Log-odds of a click; ``turn`` is the angle by which the teacher has drifted, π/2 being wholly new weights."""
-        first_B, second_B, third_B = self.orders(features, turn=turn)
+    def logits(self, features: DrawnFeatures, *, turn_B: Tensor | None = None) -> Tensor:
+        """Log-odds of a click; ``turn_B`` is the angle by which the teacher has drifted, π/2 being wholly new weights."""
+        first_B, second_B, third_B = self.orders(features, turn_B=turn_B)
         s1, s2, s3 = self.order_scale
         return self.bias + s1 * first_B + s2 * second_B + s3 * third_B
 
-    def orders(self, features: DrawnFeatures, *, turn: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    def orders(self, features: DrawnFeatures, *, turn_B: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """The effects of first, second and third order, before they are scaled."""
         x_BX = self._fields(features)
         half, third = len(self.second_X[0]), len(self.third_X[0])
         pair_BX = x_BX[:, :half] * x_BX[:, half : 2 * half]
         triple_BX = x_BX[:, :third] * x_BX[:, third : 2 * third] * x_BX[:, 2 * third : 3 * third]
         return (
-            x_BX @ _turned(self.first_X, turn),
-            pair_BX @ _turned(self.second_X, turn),
-            triple_BX @ _turned(self.third_X, turn),
+            _weigh(x_BX, self.first_X, turn_B),
+            _weigh(pair_BX, self.second_X, turn_B),
+            _weigh(triple_BX, self.third_X, turn_B),
         )
 
     def _fields(self, features: DrawnFeatures) -> Tensor:
@@ -163,10 +162,12 @@ def _weighted_sum(table_VR: Tensor, ids_BS: Tensor, weight_BS: Tensor) -> Tensor
     return functional.embedding_bag(ids_BS.clamp_min(0), table_VR, per_sample_weights=share_BS, mode="sum")
 
 
-def _turned(weights: tuple[Tensor, Tensor], turn: float) -> Tensor:
-    """Between two independent sets of weights, at constant variance."""
-    at_first, later = weights
-    return at_first if turn == 0 else math.cos(turn) * at_first + math.sin(turn) * later
+def _weigh(x_BX: Tensor, weights: tuple[Tensor, Tensor], turn_B: Tensor | None) -> Tensor:
+    """x·w, with w turned from the first weights towards the second, which keeps its variance."""
+    at_first_X, later_X = weights
+    if turn_B is None:
+        return x_BX @ at_first_X
+    return torch.cos(turn_B) * (x_BX @ at_first_X) + torch.sin(turn_B) * (x_BX @ later_X)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from loka.data.batch import PADDING, Batch
 from loka.data.dataset import open_dataset
-from loka.data.synthetic import Drift, Synthetic, batch_seed, expected_logloss
+from loka.data.synthetic import EXAMPLES_AT_ONCE, Drift, Synthetic, batch_seed, expected_logloss
 from loka.data.synthetic_features import DrawnFeatures, ZipfLaw
 from loka.data.synthetic_teacher import LATENT_WIDTH, RECENCY_SECONDS, SEQUENCE_WEIGHT
 
@@ -55,6 +56,22 @@ def test_a_batch_depends_on_seed_and_place_alone() -> None:
     assert_same(next(data.train(64, start=10**9)), next(opened_again.train(64, start=10**9)))
     ids = [batch.onehot_BF for batch in batches] + [next(open_synthetic(seed=1).train(64)).onehot_BF]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(ids, 2))
+
+
+def test_batches_drawn_together_are_numbered_and_drift_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXAMPLES_AT_ONCE, "cpu", 300)  # as on a GPU: four batches of 64 at once
+    drift = Drift(popularity_ids_per_step=3, scale_at=6, scale_features=(1,), teacher_steps=20)
+    still, drifting = open_synthetic(dense="raw"), open_synthetic(dense="raw", drift=drift)
+    batches = list(itertools.islice(drifting.train(64), 10))
+    for step, (batch, before) in enumerate(zip(batches, itertools.islice(still.train(64), 10), strict=True)):
+        assert_same(next(drifting.train(64, start=step)), batch)
+        assert torch.equal(batch.onehot_BF, (before.onehot_BF + 3 * step) % torch.tensor([10, 100, 1000]))
+        factor_D = torch.tensor([1.0, 1000, 1, 1] if step >= 6 else [1.0] * 4)
+        torch.testing.assert_close(batch.dense_BD, before.dense_BD * factor_D, equal_nan=True)
+        features = DrawnFeatures(before.dense_BD, batch.onehot_BF, batch.multihot_BGS, batch.sequence_BL, batch.times_BL)
+        expected = drifting.teacher.logits(features, turn_B=torch.full((64,), step / 20 * math.pi / 2))
+        torch.testing.assert_close(batch.teacher_logit_B, expected)
+    assert all(not torch.equal(a.onehot_BF, b.onehot_BF) for a, b in itertools.combinations(batches, 2))
 
 
 def test_a_caller_s_autocast_does_not_reach_the_teacher() -> None:
@@ -360,13 +377,15 @@ def test_the_gpu_s_teacher_is_the_cpu_s_and_batches_are_made_without_a_host_sync
     batches = on_gpu.train(8192)
     next(batches)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
-        batch = next(batches)
+        batch = next(itertools.islice(batches, 8, None))  # beyond those drawn together
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert batch.label_B.device.type == "cuda"
     again = batch.to("cpu")
     features = DrawnFeatures(again.dense_BD, again.onehot_BF, again.multihot_BGS, again.sequence_BL, again.times_BL)
     torch.testing.assert_close(on_cpu.teacher.logits(features), again.teacher_logit_B, rtol=1e-4, atol=1e-4)
-    assert_same(batch, next(on_gpu.train(8192, start=1)))
+    assert_same(batch, next(on_gpu.train(8192, start=9)))
