@@ -10,8 +10,11 @@ from loka.core.errors import InvalidInput
 
 Option = str | int | float | tuple[int, ...]  # a command line gives text, which the model or data set reads as it needs
 
-# A run may be continued for longer, save more or less often, and move to another folder: none of it changes a number.
-_FREE_ON_RESUME = ("steps", "checkpoint_every", "out", "data_path")
+# A run may save more or less often and move to another folder: none of it changes a number.
+_FREE_ON_RESUME = ("checkpoint_every", "out", "data_path")
+
+
+_LEAST = {"steps": 1, "batch_size": 1, "log_every": 1, "checkpoint_every": 1, "warmup_steps": 0, "decay_steps": 0}
 
 
 class Precision(StrEnum):
@@ -48,6 +51,8 @@ class TrainConfig:
     """Decay of the dense part's matrices."""
     warmup_steps: int = 100
     """Steps over which both learning rates rise to their value."""
+    decay_steps: int = 0
+    """Last steps of the run, over which both learning rates fall to 0."""
     precision: Precision = Precision.FP32
     """Arithmetic of the dense part."""
     compile: bool = False
@@ -64,7 +69,7 @@ class TrainConfig:
     """Folder for metrics, checkpoints and summary."""
 
     def __post_init__(self) -> None:
-        for name, least in [("steps", 1), ("batch_size", 1), ("log_every", 1), ("checkpoint_every", 1), ("warmup_steps", 0)]:
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidInput(f"{name} must be at least {least}, got {value}")
@@ -79,4 +84,6 @@ class TrainConfig:
     def identity(self, device_type: str) -> dict[str, object]:
         """The fields that decide the run's numbers, as JSON holds them: a checkpoint continues only a run with the same."""
         fields = asdict(self) | {"device": device_type}
+        if not self.decay_steps:
+            del fields["steps"]  # nothing depends on where the run ends, so it may be continued for longer
         return msgspec.json.decode(msgspec.json.encode({k: v for k, v in fields.items() if k not in _FREE_ON_RESUME}))

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -50,6 +50,7 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
     with _own_random_numbers(config.seed, device), matmul_precision(config.precision):
         data = open_dataset(config.data, path=config.data_path, seed=config.seed, device=device, **config.data_options)
         steps = _steps(config, data)
+        config = replace(config, steps=steps)
         model = build_model(config.model, config.preset, data.schema, **config.model_options)
         trainer = Trainer(model, config)
         if folder:

@@ -69,9 +69,12 @@ def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) 
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, fused=True)
 
 
-def warmed_up(lr: float, step: int, warmup_steps: int) -> float:
-    """The learning rate of ``step`` (from 0): a straight line up to ``lr`` over ``warmup_steps``, then constant."""
-    return lr * min(1.0, (step + 1) / max(1, warmup_steps))
+def learning_rate(lr: float, step: int, *, warmup_steps: int = 0, decay_steps: int = 0, steps: int | None = None) -> float:
+    """The learning rate of ``step`` (from 0) in a run of ``steps``: a line up to ``lr`` over the first ``warmup_steps``,
+    constant, and a line down to 0 over the last ``decay_steps``."""
+    rise = (step + 1) / warmup_steps if warmup_steps else 1.0
+    fall = (steps - step) / decay_steps if decay_steps and steps is not None else 1.0
+    return lr * min(1.0, rise, fall)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -25,13 +25,14 @@ def resolve_device(name: str, precision: Precision) -> torch.device:
 @contextmanager
 def matmul_precision(precision: Precision) -> Iterator[None]:
     """fp32 GEMMs on CUDA run in exactly the precision asked for inside the block; torch's own setting returns behind it."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if precision is Precision.TF32 else "ieee"
+    # Written through the older of torch's two interfaces, which sets both: inductor reads that one and fails when they differ
+    # (pytorch/pytorch#166387). Read through the newer, which never raises.
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.set_float32_matmul_precision("high" if precision is Precision.TF32 else "highest")
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("high" if before == "tf32" else "highest")
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

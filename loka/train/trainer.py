@@ -10,7 +10,7 @@ from loka.models.recommender import Recommender
 from loka.train.config import TrainConfig
 from loka.train.metrics import MetricSums
 from loka.train.nonfinite import FiniteGuard
-from loka.train.optim import RowWiseAdagrad, make_dense_optimizer, named_state, set_learning_rate, warmed_up
+from loka.train.optim import RowWiseAdagrad, learning_rate, make_dense_optimizer, named_state, set_learning_rate
 from loka.train.precision import autocast, resolve_device
 
 
@@ -35,8 +35,7 @@ class Trainer:
         """Learn from one batch. Metrics count the predictions made before the update, so of examples not yet learned from."""
         if not len(batch):
             raise InvalidInput(f"the batch of step {self.steps_done} is empty")
-        set_learning_rate(self.dense_optimizer, self.learning_rate(self.config.lr))
-        set_learning_rate(self.embedding_optimizer, self.learning_rate(self.config.embedding_lr))
+        self._set_learning_rates()
         with autocast(self.config.precision, self.device):
             logits_B = self.model(batch)
         loss = F.binary_cross_entropy_with_logits(logits_B, batch.label_B)
@@ -48,8 +47,13 @@ class Trainer:
         self.window.add(logits_B, batch.label_B, batch.teacher_logit_B)
         self.steps_done += 1
 
-    def learning_rate(self, lr: float) -> float:
-        return warmed_up(lr, self.steps_done, self.config.warmup_steps)
+    def _set_learning_rates(self) -> None:
+        config = self.config
+        for optimizer, lr in [(self.dense_optimizer, config.lr), (self.embedding_optimizer, config.embedding_lr)]:
+            now = learning_rate(
+                lr, self.steps_done, warmup_steps=config.warmup_steps, decay_steps=config.decay_steps, steps=config.steps
+            )
+            set_learning_rate(optimizer, now)
 
     def identity(self) -> dict[str, object]:
         return self.config.identity(self.device.type)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from loka.train.optim import RowWiseAdagrad, make_dense_optimizer, named_state, warmed_up
+from loka.train.optim import RowWiseAdagrad, learning_rate, make_dense_optimizer, named_state
 
 
 def sparse_gradient(ids: list[int], values_KE: Tensor, n_rows: int) -> Tensor:
@@ -111,6 +111,8 @@ def test_a_table_has_two_axes():
         RowWiseAdagrad([nn.Parameter(torch.zeros(3))], lr=0.1)
 
 
-def test_warm_up_is_a_line_then_constant():
-    assert [warmed_up(1.0, step, 4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert warmed_up(0.3, 0, 0) == 0.3
+def test_the_learning_rate_rises_stays_and_falls_along_lines():
+    assert [learning_rate(1.0, step, warmup_steps=4) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [learning_rate(2.0, step, decay_steps=4, steps=6) for step in range(6)] == [2.0, 2.0, 2.0, 1.5, 1.0, 0.5]
+    assert [learning_rate(1.0, step, warmup_steps=2, decay_steps=2, steps=3) for step in range(3)] == [0.5, 1.0, 0.5]
+    assert learning_rate(0.3, 0) == 0.3

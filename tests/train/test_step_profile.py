@@ -1,0 +1,68 @@
+import pytest
+
+from loka.data.dataset import open_dataset
+from loka.models.registry import build_model
+from loka.train.config import TrainConfig
+from loka.train.step_profile import Kind, TimedKernel, kind_of, profile_step, shares_of
+from loka.train.trainer import Trainer
+
+BACKWARD = "autograd::engine::evaluate_function: "
+
+
+@pytest.mark.parametrize(
+    ("name", "ops", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", ("aten::mm", "Torch-Compiled Region: 0/0"), Kind.GEMM),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", ("aten::bmm", "CompiledFunctionBackward"), Kind.GEMM),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", ("aten::addmm",), Kind.GEMM),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", ("aten::mm", "CompiledFunctionBackward"), Kind.GEMM),
+        ("triton_tem_fused_mm_3", ("triton_tem_fused_mm_3", "CompiledFunction"), Kind.GEMM),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", ("aten::_efficient_attention_forward",), Kind.ATTENTION),
+        ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", ("CompiledFunctionBackward",), Kind.ATTENTION),
+        ("triton_per_fused_native_layer_norm_silu_4", ("CompiledFunction",), Kind.ELEMENTWISE),
+        ("void at::native::vectorized_elementwise_kernel", ("aten::copy_", "## Call CompiledFxGraph f3 ##"), Kind.ELEMENTWISE),
+        ("void at::native::vectorized_gather_kernel", ("aten::embedding", "loka.embeddings", "loka.model"), Kind.EMBEDDING),
+        ("void at::native::elementwise_kernel", ("MulBackward0", BACKWARD + "MulBackward0"), Kind.EMBEDDING),
+        ("void at::native::elementwise_kernel", ("EmbeddingBackward0", BACKWARD + "EmbeddingBackward0"), Kind.EMBEDDING),
+        ("at_cuda_detail::cub::DeviceRadixSort", ("aten::unique", "Optimizer.step#RowWiseAdagrad.step"), Kind.EMBEDDING),
+        ("void at::native::multi_tensor_apply_kernel", ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"), Kind.OPTIMIZER),
+        ("sm80_xmma_gemm_f32f32_f32f32", ("aten::mm", "loka.input"), Kind.INPUT),
+        ("void at::native::elementwise_kernel", (BACKWARD + "BinaryCrossEntropyWithLogitsBackward0",), Kind.REST),
+        ("void at::native::reduce_kernel", ("aten::sum",), Kind.REST),
+    ],
+)
+def test_kernels_of_a_compiled_step_are_sorted_by_name_and_by_who_launched_them(name, ops, kind):
+    assert kind_of(TimedKernel(name, ops, 1.0), compiled=True) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "ops", "kind"),
+    [
+        ("aten::addmm", ("aten::linear", "loka.model"), Kind.GEMM),
+        ("aten::native_layer_norm", ("aten::layer_norm", "loka.model"), Kind.ELEMENTWISE),
+        ("aten::silu_backward", ("SiluBackward0", BACKWARD + "SiluBackward0"), Kind.ELEMENTWISE),
+        ("aten::index_select", ("aten::embedding", "loka.embeddings", "loka.model"), Kind.EMBEDDING),
+    ],
+)
+def test_operators_of_an_eager_step_are_sorted(name, ops, kind):
+    assert kind_of(TimedKernel(name, ops, 1.0), compiled=False) is kind
+
+
+def test_shares_are_by_time_and_add_up():
+    kernels = [TimedKernel("nvjet", (), 30.0), TimedKernel("nvjet", (), 30.0), TimedKernel("memset", (), 40.0)]
+    shares = shares_of(kernels, compiled=True)
+    assert shares[Kind.GEMM] == pytest.approx(0.6)
+    assert shares[Kind.REST] == pytest.approx(0.4)
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_a_step_on_the_cpu_has_a_share_of_every_kind_it_does():
+    config = TrainConfig("wukong", "tiny", batch_size=64, device="cpu", out=None)
+    data = open_dataset("synthetic", onehot_sizes=[9, 99])
+    trainer = Trainer(build_model("wukong", "tiny", data.schema), config)
+    profile = profile_step(trainer, data.train(64), warmup=1, timed=2, profiled=1)
+    assert trainer.steps_done == 4
+    assert profile.samples_per_s == pytest.approx(64 / (profile.step_ms / 1e3))
+    for kind in (Kind.GEMM, Kind.ELEMENTWISE, Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT, Kind.REST):
+        assert profile.shares[kind] > 0, kind
+    assert "forward" not in vars(trainer.model)
