@@ -56,7 +56,8 @@ def quantize_forms(x: Tensor, forms: tuple[Form, ...]) -> list[tuple[Tensor, Ten
             codes, scale, *_ = _quantize(padded, spec)
         if spec.scaling is Scaling.BLOCK_1X128:
             scale = scale.t().contiguous().t()  # cuBLAS reads these scales column by column
-        out.append((codes.contiguous(), scale))
+        # Viewed anew: cuBLAS reads the strides, and those of an axis of length 1 may be anything in a contiguous tensor.
+        out.append((codes.contiguous().view(-1).view(codes.shape), scale))
     return out
 
 
