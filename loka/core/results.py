@@ -1,5 +1,6 @@
 """Results of benchmarks: one JSON file for programs and one Markdown file for readers, named by hardware and date."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,13 +10,14 @@ from loka.core.files import atomic_write
 
 
 def write_results(
-    folder: str | Path, name: str, environment: Environment, command: str, rows: object, tables: str
+    folder: str | Path, name: str, environment: Environment, command: str, rows: Sequence[object], tables: str
 ) -> tuple[Path, Path]:
     """Write ``<hardware>-<date>-<name>.json`` and ``.md`` into ``folder``; returns both paths."""
     stem = Path(folder) / f"{environment.slug}-{name}"
-    document = {"schema": "loka.results/1", "name": name, "environment": environment, "command": command, "rows": rows}
     json_path, markdown_path = Path(f"{stem}.json"), Path(f"{stem}.md")
-    atomic_write(json_path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    header = {"schema": "loka.results/1", "name": name, "environment": environment, "command": command}
+    lines = b",\n".join(msgspec.json.encode(row) for row in rows)  # a row a line, for those who compare two files
+    atomic_write(json_path, msgspec.json.encode(header)[:-1] + b',"rows":[\n' + lines + b"\n]}\n")
     atomic_write(markdown_path, f"# {name}\n\n{environment}\n\nMade by `{command}`\n\n{tables}")
     return json_path, markdown_path
 
