@@ -8,12 +8,13 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BlockNorm": "loka.nn.block_norm",
     "LokaLinear": "loka.nn.linear",
     "refresh": "loka.nn.weight_casts",
     "LokaError": "loka.core.errors",
 }
 
-__all__ = ["LokaError", "LokaLinear", "__version__", "refresh"]
+__all__ = ["BlockNorm", "LokaError", "LokaLinear", "__version__", "refresh"]
 
 
 def __getattr__(name: str) -> object:
