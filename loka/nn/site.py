@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from loka.core.gemm import Role, TensorName
 from loka.kernels.executor import SiteExecutor
@@ -53,6 +54,7 @@ class _Site(torch.autograd.Function):
         return y_MN
 
     @staticmethod
+    @once_differentiable  # codes have no derivative: a second backward would be wrong, so it is refused
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy_MN,) = grads
         executor: SiteExecutor = ctx.executor

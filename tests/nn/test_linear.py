@@ -176,6 +176,14 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         assert not module(x).requires_grad
 
 
+def test_a_second_derivative_is_refused() -> None:
+    module = loka.LokaLinear(32, 16, kernels=SAME)
+    x = torch.randn(8, 32, requires_grad=True)
+    (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 class TestWeightCasts:
     """The 8-bit copies must follow the weight however it moves, or training runs on stale values in silence."""
 
