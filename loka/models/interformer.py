@@ -247,7 +247,7 @@ MODELS.add(
                 dim=16,
                 n_layers=2,
                 n_heads=1,
-                n_summary=4,
+                n_summary=8,
                 n_pma=2,
                 n_recent=4,
                 rank=8,
