@@ -1,0 +1,258 @@
+"""Finding blocks in a user's model: for every linear layer the norm and activation behind it, and who reads the result.
+
+Probe stores these neighbours, Dispatch fuses what they allow, Mods ask them which layers are prediction heads.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from loka.core.errors import InvalidInput, UnknownName
+from loka.nn.graph import Call, Graph, Kind, Method
+from loka.nn.graph_run import record_run
+from loka.nn.graph_trace import trace
+
+# What turns logits into probabilities belongs to the head in front of it.
+_OUTPUT_ACTIVATIONS = {"sigmoid", "softmax", "log_softmax", "logsigmoid", "LogSigmoid", "Sigmoid", "Softmax", "LogSoftmax"}
+_LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "conv1d", "conv2d", "conv3d"}
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A norm or an activation behind a site."""
+
+    kind: str  # LayerNorm, or layer_norm where it is a function
+    module: str | None  # fully qualified name; None for a function, which cannot be swapped
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A call that reads a block's output, and what it passes ``through`` on the way: changes of shape or dtype, dropout."""
+
+    kind: Kind
+    name: str  # of the module or function
+    through: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " → ".join((*self.through, "?" if self.kind is Kind.UNKNOWN else self.name))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A site with the norm and activation that nobody but it feeds on the way, so that one kernel may run all three."""
+
+    site: str
+    in_features: int
+    out_features: int
+    norm: Follower | None
+    activation: Follower | None
+    consumers: tuple[Consumer, ...]  # of what leaves the block; empty where nobody reads it or nobody knows
+    is_head: bool | None  # a prediction head; None where it is not known who reads the output
+    calls: int | None  # in one forward pass; None where that is not known
+    aliases: tuple[str, ...] = ()  # further names of the same module
+    same_weight: tuple[str, ...] = ()  # other sites that hold the same weight
+    read_by: str | None = None  # a function that reads its parameters without calling it
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What sets the site apart from one that is called once with a weight of its own."""
+        notes = []
+        if self.is_head:
+            notes.append("head")
+        if self.calls == 0:
+            notes.append("never called")
+        if self.calls is not None and self.calls > 1:
+            notes.append(f"called {self.calls} times")
+        if self.aliases:
+            notes.append(f"also known as {', '.join(self.aliases)}")
+        if self.same_weight:
+            notes.append(f"shares its weight with {', '.join(self.same_weight)}")
+        if self.read_by:
+            notes.append(f"its parameters are read by {self.read_by}")
+        return tuple(notes)
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """A linear layer, norm or activation that is a function call: no module, so nothing that LoKA could swap."""
+
+    function: str
+    inside: str  # the module whose forward calls it; "" is the model itself
+
+    def __str__(self) -> str:
+        return f"{self.function} in {self.inside or 'the model'}"
+
+
+@dataclass(frozen=True)
+class FoundBlocks:
+    """The blocks of a model in the order of its modules, how they were found, and what is out of reach."""
+
+    blocks: tuple[Block, ...]
+    graph: Graph
+    uncovered: tuple[Uncovered, ...]
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def of(self, site: str) -> Block:
+        for block in self.blocks:
+            if site == block.site or site in block.aliases:
+                return block
+        raise UnknownName(f"the model has no site {site!r}. It has: {', '.join(block.site for block in self.blocks)}")
+
+    @property
+    def how(self) -> str:
+        """One sentence on where the knowledge comes from."""
+        if self.graph.method is Method.RUN:
+            return "data flow recorded from one run on the example"
+        if self.graph.method is Method.TRACE:
+            return "data flow traced without an example"
+        modules: dict[str, list[str]] = {}
+        for name, why in self.graph.untraceable.items():
+            modules.setdefault(why, []).append(name or "the model's own forward")
+        reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in modules.items())
+        return f"data flow traced in parts, for not all of it can be traced without an example ({reasons})"
+
+    def __str__(self) -> str:
+        lines = [self.how]
+        for block in self.blocks:
+            followers = [follower.kind for follower in (block.norm, block.activation) if follower]
+            chain = " → ".join([f"{block.site} {block.in_features}×{block.out_features}", *followers])
+            readers = ", ".join(map(str, block.consumers)) or "?"
+            lines.append(f"  {chain} ⇒ {readers}" + (f"   ({'; '.join(block.notes)})" if block.notes else ""))
+        lines += [f"  not covered: {uncovered}" for uncovered in self.uncovered]
+        return "\n".join(lines)
+
+
+def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> FoundBlocks:
+    """Find the blocks of ``model``.
+
+    With ``example``, the arguments of one forward call, the model is run once and everything is known. Without, it is traced
+    symbolically, in parts where its forward branches on values; at the edges of those parts consumers are not known.
+    The model is left as it was.
+    """
+    if example is not None and not isinstance(example, tuple):
+        raise InvalidInput(f"example must be a tuple of forward's arguments, such as (batch,), got a {type(example).__name__}")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
+    graph = trace(model) if example is None else record_run(model, example)
+    names = _all_names(model)
+    sites = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    holders: dict[int, list[str]] = {}
+    for name, module in sites.items():
+        holders.setdefault(id(module.weight), []).append(name)
+    blocks = []
+    for name, module in sites.items():
+        calls = graph.calls_of(name)
+        norm, ends = _step_over(graph, model, calls, Kind.NORM)
+        activation, ends = _step_over(graph, model, ends, Kind.ACTIVATION)
+        blocks.append(
+            Block(
+                site=name,
+                in_features=module.in_features,
+                out_features=module.out_features,
+                norm=norm,
+                activation=activation,
+                consumers=tuple(dict.fromkeys(consumer for end in ends for consumer in _consumers(graph, end))),
+                is_head=_is_head(graph, model, module, calls),
+                calls=len(calls) if graph.is_known(name) else None,
+                aliases=tuple(other for other in names[id(module)] if other != name),
+                same_weight=tuple(other for other in holders[id(module.weight)] if other != name),
+                read_by=next((graph.parameters_read[p] for p in _parameters(name) if p in graph.parameters_read), None),
+            )
+        )
+    return FoundBlocks(tuple(blocks), graph, _uncovered(graph))
+
+
+def _step_over(graph: Graph, model: nn.Module, ends: list[int], kind: Kind) -> tuple[Follower | None, list[int]]:
+    """What follows all calls of a site, if it is of ``kind``, the same everywhere and the only reader; and its own calls."""
+    readers = [graph.readers[end] for end in ends]
+    if not all(len(reader) == 1 and graph.calls[reader[0]].kind is kind for reader in readers):
+        return None, ends
+    nexts = [reader[0] for reader in readers]
+    followers = {_follower(model, graph.calls[call]) for call in nexts}
+    return (followers.pop(), nexts) if len(followers) == 1 else (None, ends)
+
+
+def _follower(model: nn.Module, call: Call) -> Follower:
+    if call.is_module:
+        return Follower(type(model.get_submodule(call.name)).__name__, call.name)
+    return Follower(call.name, None)
+
+
+def _consumers(graph: Graph, call: int, through: tuple[str, ...] = ()) -> Iterator[Consumer]:
+    for reader in graph.readers[call]:
+        read = graph.calls[reader]
+        if read.kind is Kind.PASS:
+            yield from _consumers(graph, reader, (*through, read.name))
+        else:
+            yield Consumer(read.kind, read.name, through)
+
+
+def _is_head(graph: Graph, model: nn.Module, site: nn.Linear, calls: list[int]) -> bool | None:
+    """One output, or outputs that leave the model without passing another layer that learns, a norm or an activation."""
+    if site.out_features == 1:
+        return True
+    answers = [_leaves_the_model(graph, model, call) for call in calls]
+    if True in answers:
+        return True
+    return None if None in answers or not answers else False
+
+
+def _leaves_the_model(graph: Graph, model: nn.Module, start: int) -> bool | None:
+    """Whether the output of ``start`` reaches the model's output unchanged by anything learned; None where it is lost sight of.
+
+    A value that goes on into another layer as well is no prediction, even if a residual also carries it to the output.
+    """
+    seen, pending = {start}, [start]
+    reached = lost = False
+    while pending:
+        readers = list(graph.readers[pending.pop()])
+        while readers:
+            reader = readers.pop()
+            call = graph.calls[reader]
+            if call.kind is Kind.OUTPUT:
+                reached = True
+            elif call.kind is Kind.UNKNOWN:  # goes on wherever the untraceable module is called
+                callers = graph.calls_of(call.name)
+                lost |= not callers
+                pending += [caller for caller in callers if caller not in seen]
+                seen.update(callers)
+            elif _stops(model, call):
+                return False
+            elif reader not in seen:
+                seen.add(reader)
+                pending.append(reader)
+    return None if lost or not reached else True
+
+
+def _stops(model: nn.Module, call: Call) -> bool:
+    """Whether what comes out of ``call`` is a new representation, rather than a prediction on its way out."""
+    if call.kind in (Kind.SITE, Kind.NORM):
+        return True
+    module = model.get_submodule(call.name) if call.is_module else None
+    if call.kind is Kind.ACTIVATION:
+        return (type(module).__name__ if module else call.name) not in _OUTPUT_ACTIVATIONS
+    return any(True for _ in module.parameters()) if module else call.name in _LEARNED_FUNCTIONS
+
+
+def _uncovered(graph: Graph) -> tuple[Uncovered, ...]:
+    kinds = (Kind.NORM, Kind.ACTIVATION)
+    functions = (c for c in graph.calls if not c.is_module and (c.kind in kinds or c.name in ("linear", "addmm")))
+    return tuple(dict.fromkeys(Uncovered(call.name, call.inside) for call in functions))
+
+
+def _all_names(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    return names
+
+
+def _parameters(site: str) -> tuple[str, str]:
+    prefix = f"{site}." if site else ""
+    return f"{prefix}weight", f"{prefix}bias"

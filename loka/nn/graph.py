@@ -1,0 +1,147 @@
+"""A model's data flow in calls of modules and functions: who reads whose output.
+
+Two ways lead to it: one recorded run of the model on an example (``graph_run``), which sees whatever Python does, and a
+symbolic trace (``graph_trace``), which needs no example and covers the parts of the model that can be traced.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import activation, batchnorm, dropout, instancenorm
+
+from loka.nn.block_norm import BlockNorm
+
+
+class Kind(StrEnum):
+    """What a call is to a site in front of it."""
+
+    SITE = "site"
+    NORM = "norm"
+    ACTIVATION = "activation"
+    ADD = "add"  # of two computed tensors: a residual
+    PASS = "pass"  # the same values in another shape or dtype, or dropout
+    OTHER = "other"
+    INPUT = "input"
+    OUTPUT = "output"  # of the whole model
+    UNKNOWN = "unknown"  # a part of the model that could not be traced
+
+
+class Method(StrEnum):
+    RUN = "run"  # recorded while the model ran on an example
+    TRACE = "trace"  # symbolic, the whole model in one piece
+    PARTS = "parts"  # symbolic, in the pieces that could be traced
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a leaf module or a function; ``reads`` are the places in ``Graph.calls`` whose output it takes."""
+
+    kind: Kind
+    name: str  # the module's fully qualified name, or the function's
+    is_module: bool
+    inside: str  # the module whose forward makes the call; "" is the model itself
+    reads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """All calls of one forward pass, each behind those it reads; or of the pieces that could be traced."""
+
+    calls: tuple[Call, ...]
+    method: Method
+    untraceable: dict[str, str]  # modules whose forward could not be traced → why; empty for a whole graph
+    parameters_read: dict[str, str]  # parameters that a function reads past their own module → that function's name
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each call, those that read its output."""
+        readers: list[list[int]] = [[] for _ in self.calls]
+        for index, call in enumerate(self.calls):
+            for read in call.reads:
+                readers[read].append(index)
+        return tuple(map(tuple, readers))
+
+    def calls_of(self, module: str) -> list[int]:
+        return [index for index, call in enumerate(self.calls) if call.is_module and call.name == module]
+
+    def is_known(self, module: str) -> bool:
+        """Whether the graph shows every call of ``module``: all that it lies in was traced."""
+        return not any(contains(part, module) for part in self.untraceable)
+
+
+def contains(module: str, name: str) -> bool:
+    """Whether ``name`` lies inside ``module``, both fully qualified."""
+    return not module or name.startswith(f"{module}.")
+
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, BlockNorm, batchnorm._BatchNorm, instancenorm._InstanceNorm)
+_ACTIVATIONS = tuple(getattr(activation, name) for name in activation.__all__ if name != "MultiheadAttention")
+_PASSING_MODULES = (dropout._DropoutNd, nn.Flatten, nn.Unflatten)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+_NORM_FUNCTIONS = {name for name in functional.__dict__ if name.endswith("_norm")}
+_ACTIVATION_FUNCTIONS = {name.lower() for name in activation.__all__}  # written without underscores
+_SHAPES = {"contiguous", "flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"}
+_COPIES = {"bfloat16", "clone", "data", "detach", "double", "float", "half", "to", "type", "type_as"}
+
+
+def kind_of_module(module: nn.Module) -> Kind | None:
+    """None for a module that is looked into rather than taken as one call.
+
+    A class of the user's own whose name ends in Norm counts as a norm, so that nobody puts a second one behind it.
+    """
+    if isinstance(module, nn.Linear):
+        return Kind.SITE
+    if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
+        return Kind.NORM
+    if isinstance(module, _PASSING_MODULES):
+        return Kind.PASS
+    if isinstance(module, _ACTIVATIONS):
+        return Kind.ACTIVATION
+    return Kind.OTHER if is_from_torch(module) else None
+
+
+def is_from_torch(module: nn.Module) -> bool:
+    """A module of ``torch.nn`` that computes something of its own, so no container."""
+    return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+
+
+def kind_of_function(name: str, n_reads: int) -> Kind:
+    if name in _NORM_FUNCTIONS:
+        return Kind.NORM
+    if name.replace("_", "") in _ACTIVATION_FUNCTIONS:
+        return Kind.ACTIVATION
+    if name in _SHAPES | _COPIES or "dropout" in name:
+        return Kind.PASS
+    return Kind.ADD if name == "add" and n_reads > 1 else Kind.OTHER
+
+
+def plain_name(function: str) -> str:
+    """``add`` for ``add``, ``add_``, ``__add__``, ``__radd__``, ``__iadd__`` and ``add.default``."""
+    name = function.partition(".")[0].strip("_")
+    is_operator = function.startswith("__")
+    return name[1:] if is_operator and name[:1] in "ir" and name[1:] in ("add", "sub", "mul", "truediv", "matmul") else name
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass does to the modules themselves: attributes it sets, buffers it updates."""
+    tables = [module.__dict__ for module in model.modules()]
+    # Among the attributes are the tables of parameters, buffers and children, and the user's own lists and dicts.
+    tables += [value for table in tables for value in table.values() if type(value) in (dict, list)]
+    tables_before = [(table, copy.copy(table)) for table in tables]
+    buffers_before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for table, before in tables_before:
+            table.clear()
+            table.extend(before) if isinstance(table, list) else table.update(before)
+        for buffer, before in buffers_before:
+            buffer.data.copy_(before)
