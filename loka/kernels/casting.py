@@ -45,7 +45,7 @@ class Caster(Protocol):
 
 CASTERS: Registry[Caster] = Registry("caster", discover=providers.import_all)
 
-PREFERENCE = ("onednn", "fbgemm", "torch")  # fastest first where able; torch takes everything
+PREFERENCE = ("onednn", "triton", "fbgemm", "torch")  # fastest first where able; torch takes everything
 
 
 def choose_caster(form: Form, problem: CastProblem) -> str:

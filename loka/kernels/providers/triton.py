@@ -1,0 +1,127 @@
+"""Our own kernels (``loka.kernels.triton``) behind the contract."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from loka.core.gemm import SOURCES, Device, GemmProblem, Role, TensorName
+from loka.core.recipe import Accumulation, Format, Recipe, Scaling
+from loka.kernels.casting import CASTERS, CastProblem
+from loka.kernels.contract import add_kernel
+from loka.kernels.operand import Form, Layout, Operand, OperandSpec, recipe_of
+from loka.kernels.providers.torch_fp8 import missing_fp8
+from loka.kernels.triton.casts import SCALINGS, Target, cast_matrix
+from loka.kernels.triton.gemm import gemm
+
+STATIC_SCALE = 16 / 448  # what follows a BlockNorm of 256 features is at most √256 = 16
+READS = (Format.BF16, Format.FP16, Format.FP32)
+
+
+@cache
+def _not_installed() -> str | None:
+    return None if importlib.util.find_spec("triton") else "needs the package triton, which is not installed"
+
+
+def missing_triton(device: Device) -> str | None:
+    """Why our kernels cannot run on ``device``, or None; loads nothing."""
+    if reason := missing_fp8(device) or _not_installed():
+        return reason
+    if device.capability[0] != 9:
+        return f"written for Hopper's tensor cores (sm_90), this is sm_{device.sm}"
+    return None
+
+
+@dataclass(frozen=True)
+class TritonScaled:
+    """One scale for a tensor or a row. STATIC is x's scale behind a norm; the other operand then has row scales."""
+
+    variant: str
+    scaling: Scaling
+    accumulation: Accumulation
+
+    @property
+    def name(self) -> str:
+        return f"triton.{self.variant}"
+
+    def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
+        """Padded like the operands of torch's kernels, so that roles on either share their casts."""
+        a_source, b_source = SOURCES[role]
+        a, b = self._spec(a_source.tensor, outer_multiple=1), self._spec(b_source.tensor, outer_multiple=16)
+        return a, b
+
+    def _spec(self, tensor: TensorName, outer_multiple: int) -> OperandSpec:
+        scaling, static_scale = self.scaling, None
+        if self.scaling is Scaling.STATIC:
+            is_x = tensor is TensorName.X
+            scaling, static_scale = (Scaling.STATIC, STATIC_SCALE) if is_x else (Scaling.ROWWISE, None)
+        return OperandSpec(Format.E4M3, scaling, outer_multiple, contraction_multiple=16, static_scale=static_scale)
+
+    def recipe(self, role: Role) -> Recipe:
+        return recipe_of(self.operands(role), self.accumulation)
+
+    def missing(self, device: Device) -> str | None:
+        return missing_triton(device)
+
+    def why_not(self, problem: GemmProblem) -> str | None:
+        if problem.role is Role.DGRAD and self.scaling is Scaling.STATIC:
+            return "a static scale belongs to x behind a norm, and dgrad reads none"
+        return None
+
+    def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        assert a.scale is not None
+        assert b.scale is not None
+        promoted = self.accumulation is Accumulation.FULL
+        return gemm(
+            a.codes, b.codes, a.scale, b.scale, a.outer, b.outer, a.contraction,
+            out_dtype=out_dtype, bias=bias, promoted=promoted,
+        )  # fmt: skip
+
+
+@CASTERS.register("triton")
+class TritonCaster:
+    """e4m3 in every scaling and both orders of axes; a form and its transpose come out of the same reads."""
+
+    def why_not(self, form: Form, problem: CastProblem) -> str | None:
+        spec = form.spec
+        if spec.format is not Format.E4M3 or spec.scaling not in SCALINGS or spec.layout is not Layout.PLAIN:
+            return "writes plain e4m3 alone"
+        if reason := missing_triton(problem.device):
+            return reason
+        if problem.format not in READS:
+            return f"reads {', '.join(READS)}, not {problem.format}"
+        if problem.rows == 0 or problem.cols == 0:
+            return "launches nothing for a tensor without values"
+        return None
+
+    def cast(self, tensor: Tensor, forms: Sequence[Form]) -> list[Operand]:
+        plain = [form for form in forms if not form.transposed]
+        transposed = [form for form in forms if form.transposed]
+        operands: dict[Form, Operand] = {}
+        for index in range(max(len(plain), len(transposed))):
+            pair = (plain[index] if index < len(plain) else None, transposed[index] if index < len(transposed) else None)
+            operands.update(_cast_pair(tensor, *pair))
+        return [operands[form] for form in forms]
+
+
+def _cast_pair(tensor: Tensor, plain: Form | None, transposed: Form | None) -> dict[Form, Operand]:
+    rows, cols = tensor.shape
+    targets = (
+        Target.of(plain.spec, rows, cols) if plain else Target.none(),
+        Target.of(transposed.spec, cols, rows) if transposed else Target.none(),
+    )
+    codes, scale, transposed_codes, transposed_scale = cast_matrix(tensor, *targets)
+    operands = {}
+    if plain:
+        operands[plain] = Operand(codes, scale, rows, cols, plain.spec)
+    if transposed:
+        operands[transposed] = Operand(transposed_codes, transposed_scale, cols, rows, transposed.spec)
+    return operands
+
+
+for _scaling in (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.STATIC):
+    add_kernel(TritonScaled(f"{_scaling}", _scaling, Accumulation.FULL))
+    add_kernel(TritonScaled(f"{_scaling}_fast", _scaling, Accumulation.FAST))

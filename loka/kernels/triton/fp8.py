@@ -1,0 +1,43 @@
+"""What all of our kernels do to FP8 values, as device functions: magnitudes, scales, and rounding to e4m3.
+
+The rules are those of ``loka.numerics.scaling``: an amax of 0 gives a scale of 1, one that is not finite a scale of NaN.
+"""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+E4M3_MAX = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)  # FP32's smallest normal number
+INFINITY_BITS = tl.constexpr(0x7F800000)
+SMALLEST_EXPONENT = tl.constexpr(121)  # of e4m3's normal numbers, as FP32 writes it
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def magnitude(x):
+    """|x| as the bits of an FP32 number. They sort like the magnitudes, with inf and NaN above all: a maximum keeps both."""
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def scale_of(amax_bits):
+    """The scale that maps an amax, given as ``magnitude`` bits, onto e4m3's maximum."""
+    scale = tl.maximum(amax_bits.to(tl.float32, bitcast=True) / E4M3_MAX, SMALLEST_SCALE)
+    scale = tl.where(amax_bits == 0, 1.0, scale)
+    return tl.where(amax_bits >= INFINITY_BITS, float("nan"), scale)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Round FP32 to the nearest e4m3 value, ties to even; past the maximum saturate, NaN stays NaN."""
+    x = tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    if INTERPRETED:  # its own down-cast loses carries and NaNs, so the code is put together from its parts
+        bits = x.to(tl.int32, bitcast=True)
+        exponent = tl.maximum((bits >> 23) & 0xFF, SMALLEST_EXPONENT)
+        steps_per_unit = ((254 + 3 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(3 − exponent)
+        steps = (tl.abs(x) * steps_per_unit + 12582912.0) - 12582912.0  # 1.5·2²³: FP32 rounds to whole steps here
+        code = (exponent - SMALLEST_EXPONENT) * 8 + steps.to(tl.int32)
+        code = tl.where(x == x, code, 0x7F) | tl.where(bits < 0, 0x80, 0)
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return x.to(tl.float8e4nv)

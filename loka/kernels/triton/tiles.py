@@ -1,0 +1,71 @@
+"""How work is cut into tiles: plain functions of the shape and of the number of multiprocessors."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+CPU_MULTIPROCESSORS = 4  # for Triton's interpreter, which runs programs one after another
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_MULTIPROCESSORS
+
+
+def power_of_two(size: int) -> int:
+    """The smallest one that is at least ``size``."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One program's share of a GEMM (rows × cols of the output, ``depth`` of the contraction a step) and its resources."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    splits: int = 1  # programs that share an output tile, each contracting a part
+
+
+# The tiles a GEMM can be cut into, and the time of one relative to 128×128: by the tensor core, and by what it loads.
+_COSTS = {
+    Tiles(128, 256, 128, warps=8, stages=3): 1.8,  # without promotion: its sums do not fit into registers twice
+    Tiles(128, 128, 128, warps=8, stages=4): 1.0,
+    Tiles(64, 256, 128, warps=8, stages=4): 1.15,
+    Tiles(64, 128, 128, warps=4, stages=4): 0.6,
+    Tiles(64, 64, 128, warps=4, stages=4): 0.38,
+}
+GEMM_TILES = tuple(_COSTS)
+SHORTEST_SPLIT = 1024  # of a contraction: adding up the parts costs a launch
+MOST_SPLITS = 8
+
+
+def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
+    """The tiles that finish first if every program of a wave takes its tile's time. Ties go to the larger tiles.
+
+    A long contraction into few tiles is split, so that every multiprocessor has a part of it.
+    """
+    able = [tiles for tiles in GEMM_TILES if not (promoted and tiles.rows * tiles.cols > 128 * 128)]
+    return min((_with_splits(tiles, m, n, k, sms) for tiles in able), key=lambda tiles: _time(tiles, m, n, sms))
+
+
+def count(tiles: Tiles, m: int, n: int) -> int:
+    """Tiles of an m×n output."""
+    return ceil_div(m, tiles.rows) * ceil_div(n, tiles.cols)
+
+
+def _with_splits(tiles: Tiles, m: int, n: int, k: int, sms: int) -> Tiles:
+    splits = min(sms // count(tiles, m, n), k // SHORTEST_SPLIT, MOST_SPLITS)
+    return replace(tiles, splits=max(1, splits))
+
+
+def _time(tiles: Tiles, m: int, n: int, sms: int) -> float:
+    waves = ceil_div(count(tiles, m, n) * tiles.splits, sms)
+    return waves * _COSTS[replace(tiles, splits=1)] / tiles.splits

@@ -1,0 +1,59 @@
+"""Compiling our kernels for Hopper on a machine without a GPU, and reading what came of it.
+
+A script: takes {name: case} as JSON on standard input, prints {name: registers, spilled_bytes, instructions}.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+INSTRUCTIONS = {
+    "wgmma e4m3": r"wgmma\.mma_async\S*\.e4m3\.e4m3",
+    "tma load": r"cp\.async\.bulk\.tensor",
+    "load 16 bytes": r"ld\.global\S*\.v4\.b32",
+    "store 16 bytes": r"st\.global\S*\.v4\.b32",
+}
+
+
+def compile_for_hopper(
+    module: str, kernel: str, arguments: dict[str, str], constants: dict[str, Any], warps: int, stages: int
+) -> dict[str, Any]:
+    """``arguments`` gives each runtime argument's type as Triton writes it; pointers and sizes are taken as aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(f"loka.kernels.triton.{module}"), kernel)
+    names = function.arg_names
+    assert set(arguments) | set(constants) == set(names), f"{kernel}: {set(names) ^ (set(arguments) | set(constants))}"
+    signature = {name: arguments.get(name, "constexpr") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in arguments.items() if kind[0] in "*i"}
+    source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    usage = _resource_usage(compiled.asm["cubin"])
+    return {
+        "registers": usage["REG"],
+        "spilled_bytes": usage["STACK"] + usage["LOCAL"],
+        "shared_bytes": compiled.metadata.shared,
+        "instructions": {name: len(re.findall(pattern, compiled.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()},
+    }
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", printed)}
+
+
+if __name__ == "__main__":
+    cases = json.load(sys.stdin)
+    print(json.dumps({name: compile_for_hopper(**case) for name, case in cases.items()}))

@@ -1,0 +1,132 @@
+"""Our casts against the oracle: every scaling, both orders of axes, padding, hostile values."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from loka.core.recipe import Format, Scaling
+from loka.kernels.operand import OperandSpec
+from loka.kernels.triton.casts import NOT_WRITTEN, SCALINGS, Target, cast_matrix, cast_tile, reads, rows_at_once, tiles_down
+from loka.numerics.formats import decode
+from loka.numerics.scaling import quantize
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
+
+KINDS = [NOT_WRITTEN, *(scaling.value for scaling in SCALINGS)]
+STATIC = 0.05
+
+
+def target(kind: str, outer: int, contraction: int, multiple: int = 16) -> Target:
+    if kind == NOT_WRITTEN:
+        return Target.none()
+    static = STATIC if kind == Scaling.STATIC else None
+    return Target.of(OperandSpec(Format.E4M3, Scaling(kind), multiple, multiple, static_scale=static), outer, contraction)
+
+
+def hostile(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows of different scales, a dead row, a dead column, exact zeros, tiny values."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator) * (2 * torch.randn(rows, 1, generator=generator)).exp()
+    x *= torch.rand(rows, cols, generator=generator) > 0.2
+    x[rows // 2], x[:, cols // 2], x[0, 0] = 0, 0, 1e-30
+    return x.to(dtype)
+
+
+def assert_is_the_oracles(kind: str, codes: Tensor, scale: Tensor, oriented: Tensor) -> None:
+    """Equal scales up to the last bit of a division; codes a step apart at most, where the quotient is a tie but for that bit."""
+    padded = oriented.new_zeros(codes.shape)
+    padded[: oriented.shape[0], : oriented.shape[1]] = oriented
+    expected = quantize(padded, Format.E4M3, Scaling(kind), static_scale=STATIC if kind == Scaling.STATIC else None)
+    torch.testing.assert_close(scale, expected.scale, rtol=1e-6, atol=0, equal_nan=True)
+    moved = codes.view(torch.uint8) != expected.codes.view(torch.uint8)
+    assert moved.float().mean() <= 1e-3 + 1 / moved.numel()
+    got, wanted = decode(codes)[moved].double(), decode(expected.codes)[moved].double()
+    if moved.any() and kind in ("rowwise", "static", "tensorwise"):
+        exact = (padded.double() / expected.scale.double().expand(padded.shape))[moved]
+        torch.testing.assert_close((got - exact).abs(), (wanted - exact).abs(), rtol=1e-4, atol=0)
+
+
+def check(x: Tensor, plain: str, trans: str, multiple: int) -> None:
+    rows, cols = x.shape
+    codes, scale, codes_t, scale_t = cast_matrix(x, target(plain, rows, cols, multiple), target(trans, cols, rows, multiple))
+    for kind, got, got_scale, oriented in ((plain, codes, scale, x), (trans, codes_t, scale_t, x.t())):
+        if kind == NOT_WRITTEN:
+            assert got.numel() == got_scale.numel() == 0
+        else:
+            assert_is_the_oracles(kind, got, got_scale, oriented)
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 200])),
+    cols=st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 200])),
+    kinds=st.sampled_from([pair for pair in itertools.product(KINDS, KINDS) if set(pair) != {NOT_WRITTEN}]),
+    multiple=st.sampled_from([1, 16, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**20),
+)
+def test_interpreted_casts_are_the_oracles(
+    interpreter: None, rows: int, cols: int, kinds: tuple[str, str], multiple: int, dtype: torch.dtype, seed: int
+) -> None:
+    check(hostile(rows, cols, dtype, seed), *kinds, multiple)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [("rowwise", "none"), ("rowwise", "rowwise"), ("tensorwise", "tensorwise"), ("static", "static"),
+                                   ("rowwise", "1x128"), ("128x128", "128x128"), ("none", "rowwise")], ids="-".join)  # fmt: skip
+@pytest.mark.parametrize(("rows", "cols"), [(2050, 520), (300, 129), (8192, 4096)])
+def test_compiled_casts_are_the_oracles(gpu: torch.device, kinds: tuple[str, str], rows: int, cols: int) -> None:
+    check(hostile(rows, cols, torch.bfloat16, 0).to(gpu), *kinds, multiple=16)
+
+
+@pytest.mark.parametrize("kinds", [("rowwise", "rowwise"), ("tensorwise", "none"), ("1x128", "128x128"), ("rowwise", "none")])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_value_poisons_what_shares_its_scale(where: torch.device, kinds: tuple[str, str], poison: float) -> None:
+    x = hostile(40, 150, torch.bfloat16, 3)
+    x[5, 140] = poison
+    check(x.to(where), *kinds, multiple=16)
+
+
+def test_static_scale_saturates_but_keeps_nonfinite_values_visible(where: torch.device) -> None:
+    x = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 1.0]], device=where)
+    codes, *_ = cast_matrix(x, Target("static", 1, 6, 2.0**-20), Target.none())
+    assert decode(codes).cpu()[0, :3].isnan().all()
+    assert decode(codes).cpu()[0, 3:].tolist() == [448.0, -448.0, 448.0]
+
+
+@pytest.mark.parametrize("kind", ["rowwise", "tensorwise", "static"])
+def test_codes_round_to_nearest_even(where: torch.device, kind: str) -> None:
+    """Ties, carries into the next binade, subnormals and both signs, at a scale of exactly 1 (an amax of 448)."""
+    positive = torch.tensor([448.0, 17.0, 19.0, 15.75, 2.0**-10, 3 * 2.0**-10, 2.0**-9, 0.0, 432.0, 1.0625, 1.9375, 500 / 512])
+    x = torch.cat([positive, -positive])[None].to(where)
+    codes, *_ = cast_matrix(x, Target(kind, 1, 24, 1.0), Target.none())
+    expected = [448.0, 16.0, 20.0, 16.0, 0.0, 2.0**-8, 2.0**-9, 0.0, 416.0 + 32, 1.0, 2.0, 1.0]
+    assert decode(codes).cpu()[0].tolist() == expected + [-value for value in expected]
+
+
+def test_rows_with_gaps_between_them_and_columns_first(where: torch.device) -> None:
+    wide = hostile(33, 80, torch.float32, 5).to(where)
+    check(wide[:, 8:49], "rowwise", "rowwise", 16)
+    check(wide.t(), "rowwise", "static", 16)
+    check(wide[:1].expand(20, 80), "tensorwise", "1x128", 16)
+
+
+def test_tiles_shrink_only_where_the_machine_would_idle_and_no_scale_forbids_it() -> None:
+    assert cast_tile(12288, 4096, ("static", "static"), 132) == (128, 128)
+    assert cast_tile(2048, 256, ("static", "static"), 132) == (64, 64)
+    assert cast_tile(2048, 256, ("rowwise", "1x128"), 132) == (128, 128)
+
+
+def test_work_of_a_program_is_bounded() -> None:
+    assert [rows_at_once(cols) for cols in (16, 256, 1000, 4096, 16384)] == [16, 16, 8, 2, 1]
+    assert tiles_down(64, 64, 132) == 1
+    assert 4 * 132 <= (12288 // 32 // tiles_down(12288, 4096, 132)) * (4096 // 512) <= 8 * 132
+
+
+def test_reads_are_as_few_as_the_scales_allow() -> None:
+    assert [reads("static", "static", 512), reads("128x128", "1x128", 512), reads("rowwise", "none", 512)] == [1, 1, 1]
+    assert [reads("rowwise", "none", 32768), reads("rowwise", "rowwise", 512), reads("tensorwise", "none", 512)] == [2, 2, 2]

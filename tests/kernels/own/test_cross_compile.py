@@ -1,0 +1,116 @@
+"""Every kernel compiled for Hopper without a GPU: FP8 tensor cores and TMA are used, and nothing spills in the tiles chosen."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loka.kernels.triton.tiles import GEMM_TILES, Tiles
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs the package triton", allow_module_level=True)
+
+INT, FP32, FP8, BF16, INT32 = "i32", "*fp32", "*fp8e4nv", "*bf16", "*i32"
+
+
+def tiles_of(rows: int, depth: int = 128) -> str:
+    return f"tensordesc<fp8e4nv[{rows},{depth}]>"
+
+
+def integers(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, INT)
+
+
+def cast_case(plain: str, trans: str, tile: int) -> dict[str, Any]:
+    arguments = {
+        "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_ptr": FP8, "trans_scale_ptr": FP32,
+        "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32, "plain_static": "fp32", "trans_static": "fp32",
+        **integers("rows", "cols", "row_stride", "plain_rows", "plain_cols", "trans_rows", "trans_cols",
+                   "row_parts", "col_parts", "all_parts", "tiles_across"),
+    }  # fmt: skip
+    constants = {"ROWS": tile, "COLS": tile, "ALL_PARTS": 1024, "PLAIN": plain, "TRANS": trans}
+    return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
+            "warps": 8 if tile == 128 else 4, "stages": 3}  # fmt: skip
+
+
+def rowwise_case(rows: int, cols: int) -> dict[str, Any]:
+    sizes = integers("rows", "cols", "row_stride", "padded_rows", "padded_cols")
+    return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
+            "arguments": {"x_ptr": BF16, "codes_ptr": FP8, "scale_ptr": FP32, **sizes},
+            "constants": {"ROWS": rows, "COLS": cols}}  # fmt: skip
+
+
+def gemm_case(tiles: Tiles, *, promoted: bool) -> dict[str, Any]:
+    arguments = {"a_desc": tiles_of(tiles.rows), "b_desc": tiles_of(tiles.cols), "a_scale_ptr": FP32, "b_scale_ptr": FP32,
+                 "bias_ptr": BF16, "out_ptr": BF16, **integers("m", "n", "k", "k_of_split")}  # fmt: skip
+    constants = {"ROWS": tiles.rows, "COLS": tiles.cols, "DEPTH": 128, "A_ROWWISE": True, "B_ROWWISE": True,
+                 "HAS_BIAS": True, "PROMOTED": promoted}  # fmt: skip
+    return {"module": "gemm_kernels", "kernel": "gemm_kernel", "arguments": arguments, "constants": constants,
+            "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
+
+
+def grouped_case(tiles: Tiles) -> dict[str, Any]:
+    arguments = {"a_desc": tiles_of(tiles.rows), "b_desc": tiles_of(tiles.cols), "a_scale_ptr": FP32, "b_scale_ptr": FP32,
+                 "out_ptr": FP32, **integers("m", "n", "groups", "groups_of_split")}  # fmt: skip
+    constants = {"ROWS": tiles.rows, "COLS": tiles.cols, "DEPTH": 128, "STEPS": 2, "B_SCALES": "grouped"}
+    return {"module": "gemm_kernels", "kernel": "grouped_gemm_kernel", "arguments": arguments, "constants": constants,
+            "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
+
+
+def is_widest(tiles: Tiles) -> bool:
+    return (tiles.rows, tiles.cols) == (128, 256)
+
+
+CASES = {
+    "cast rowwise both": cast_case("rowwise", "rowwise", 128),
+    "cast rowwise and 1x128": cast_case("rowwise", "1x128", 128),
+    "cast tiles both": cast_case("128x128", "128x128", 128),
+    "cast static both, small": cast_case("static", "static", 64),
+    "cast wide rows": rowwise_case(1, 16384),
+    "cast narrow rows": rowwise_case(16, 256),
+    **{f"gemm {t.rows}x{t.cols}": gemm_case(t, promoted=not is_widest(t)) for t in GEMM_TILES},
+    **{f"grouped gemm {t.rows}x{t.cols}": grouped_case(t) for t in GEMM_TILES if not is_widest(t)},
+    # What choose_tiles must not choose: its sums do not fit twice.
+    "promoted 128x256": gemm_case(next(filter(is_widest, GEMM_TILES)), promoted=True),
+}
+
+
+@cache
+def compiled() -> dict[str, Any]:
+    """All cases, in a process that compiles: this one may interpret."""
+    script = Path(__file__).parents[1] / "cross_compile.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, script], input=json.dumps(CASES), env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "promoted 128x256"])
+def test_nothing_spills(name: str) -> None:
+    assert compiled()[name]["spilled_bytes"] == 0
+
+
+def test_the_check_sees_spills() -> None:
+    assert compiled()["promoted 128x256"]["spilled_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "desc" in str(CASES[name])])
+def test_products_run_on_fp8_tensor_cores_from_tma(name: str) -> None:
+    instructions = compiled()[name]["instructions"]
+    assert instructions["wgmma e4m3"] > 0
+    assert instructions["tma load"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("cast")])
+def test_casts_move_sixteen_bytes_at_a_time(name: str) -> None:
+    instructions = compiled()[name]["instructions"]
+    assert instructions["load 16 bytes"] > 0
+    assert instructions["store 16 bytes"] > 0

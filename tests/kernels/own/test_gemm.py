@@ -1,0 +1,126 @@
+"""Our FP8 GEMMs against float64 sums of the very values their operands stand for; and the tiles they are cut into."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from loka.kernels.operand import padded_size
+from loka.kernels.triton.gemm import gemm, grouped_gemm
+from loka.kernels.triton.tiles import SHORTEST_SPLIT, choose_tiles, count
+
+SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129]))
+SUM_ERROR = {"cpu": 2.0**-18, "cuda": 32 * 2.0**-14}  # of Σ|a||b|: the interpreter sums in FP32, the tensor core in 14 bits
+
+
+def codes(rows: int, cols: int, seed: int, device: torch.device, room: int | None = None) -> Tensor:
+    """Random e4m3 codes with NaN in the padding, which nothing may read."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.full((rows, room or padded_size(cols, 16)), float("nan"))
+    x[:, :cols] = 20 * torch.randn(rows, cols, generator=generator)
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(device)
+
+
+def scales(*shape: int, seed: int, device: torch.device) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).exp().to(device)
+
+
+def assert_product(out: Tensor, a_MK: Tensor, b_NK: Tensor, bias: Tensor | None = None) -> None:
+    """``a_MK`` and ``b_NK`` at float64, scales applied."""
+    expected = a_MK @ b_NK.t() + (0 if bias is None else bias.double())
+    allowed = SUM_ERROR[out.device.type] * (a_MK.abs() @ b_NK.abs().t()) + 2.0**-7 * expected.abs() * (
+        out.dtype is torch.bfloat16
+    )
+    wrong = ~((out.double() - expected).abs() <= allowed + 2.0**-20 * expected.abs())
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} values are off"
+
+
+def check_gemm(
+    m: int, n: int, k: int, a_rowwise: bool, b_rowwise: bool, has_bias: bool, dtype: torch.dtype, device: torch.device,
+    *, promoted: bool = True,
+) -> None:  # fmt: skip
+    a, b = codes(m, k, 1, device), codes(n, k, 2, device)
+    a_scale = scales(m if a_rowwise else 1, 1, seed=3, device=device)
+    b_scale = scales(n if b_rowwise else 1, 1, seed=4, device=device)
+    bias = torch.randn(n, device=device) if has_bias else None
+    out = gemm(a, b, a_scale, b_scale, m, n, k, out_dtype=dtype, bias=bias, promoted=promoted)
+    assert out.dtype == dtype
+    assert_product(out, a[:, :k].double() * a_scale.double(), b[:, :k].double() * b_scale.double(), bias)
+
+
+@settings(max_examples=25)
+@given(
+    m=SIZES, n=SIZES, k=st.one_of(SIZES, st.just(300)), a=st.booleans(), b=st.booleans(), bias=st.booleans(), fp32=st.booleans()
+)
+def test_interpreted_products_are_exact(
+    interpreter: None, m: int, n: int, k: int, a: bool, b: bool, bias: bool, fp32: bool
+) -> None:
+    check_gemm(m, n, k, a, b, bias, torch.float32 if fp32 else torch.bfloat16, torch.device("cpu"))
+
+
+def test_split_contractions_add_up(where: torch.device) -> None:
+    m, n, k = 40, 50, 2 * SHORTEST_SPLIT + 100
+    assert choose_tiles(m, n, k, 4, promoted=True).splits == 2
+    check_gemm(m, n, k, True, True, True, torch.float32, where)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(2048, 768, 256), (12288, 4096, 1024), (300, 200, 100), (130, 64, 12288), (1, 1, 16)]
+)
+@pytest.mark.parametrize("promoted", [True, False])
+def test_compiled_products(gpu: torch.device, m: int, n: int, k: int, promoted: bool) -> None:
+    check_gemm(m, n, k, True, True, False, torch.bfloat16, gpu, promoted=promoted)
+
+
+def check_grouped(m: int, n: int, groups: int, length: int, b_kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    k = groups * length
+    a, b = codes(m, k, 1, device), codes(n, k, 2, device)
+    a_scale = scales(groups, m, seed=3, device=device)
+    b_scale = scales(*{"one": (1, 1), "rowwise": (n, 1), "grouped": (groups, n)}[b_kind], seed=4, device=device)
+    out = grouped_gemm(a, b, a_scale, b_scale, m, n, out_dtype=dtype, b_grouped=b_kind == "grouped")
+    b_factor = b_scale.repeat_interleave(length, 0).t() if b_kind == "grouped" else b_scale
+    assert_product(out, a.double() * a_scale.repeat_interleave(length, 0).t().double(), b.double() * b_factor.double())
+
+
+@settings(max_examples=15)
+@given(
+    m=SIZES, n=SIZES, groups=st.integers(1, 4), length=st.sampled_from([32, 64, 128, 256]),
+    b_kind=st.sampled_from(["one", "rowwise", "grouped"]),
+)  # fmt: skip
+def test_interpreted_grouped_products_are_exact(
+    interpreter: None, m: int, n: int, groups: int, length: int, b_kind: str
+) -> None:
+    check_grouped(m, n, groups, length, b_kind, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n", "groups", "length", "b_kind"), [
+    (2048, 256, 3, 256, "rowwise"), (300, 100, 4, 256, "rowwise"), (768, 256, 16, 128, "one"), (500, 70, 96, 128, "grouped")
+])  # fmt: skip
+def test_compiled_grouped_products(gpu: torch.device, m: int, n: int, groups: int, length: int, b_kind: str) -> None:
+    check_grouped(m, n, groups, length, b_kind, torch.bfloat16, gpu)
+
+
+class TestTiles:
+    SMS = 132
+
+    @given(m=st.integers(1, 20000), n=st.integers(1, 8192), k=st.integers(1, 200000), promoted=st.booleans())
+    def test_fit_the_machine(self, m: int, n: int, k: int, promoted: bool) -> None:
+        tiles = choose_tiles(m, n, k, self.SMS, promoted=promoted)
+        assert tiles.stages * (tiles.rows + tiles.cols) * tiles.depth <= 200 << 10  # of shared memory
+        assert not (promoted and tiles.rows * tiles.cols > 128 * 128)  # sums twice in registers
+        if tiles.splits > 1:
+            assert k // tiles.splits >= SHORTEST_SPLIT
+            assert count(tiles, m, n) * tiles.splits <= self.SMS
+
+    def test_large_products_get_large_tiles_and_small_ones_fill_the_machine(self) -> None:
+        large = choose_tiles(12288, 4096, 4096, self.SMS, promoted=False)
+        assert (large.rows, large.cols, large.splits) == (128, 256, 1)
+        small = choose_tiles(2048, 512, 512, self.SMS, promoted=False)
+        assert count(small, 2048, 512) > self.SMS // 2
+
+    def test_long_contractions_into_small_outputs_are_split(self) -> None:
+        assert choose_tiles(256, 768, 12288, self.SMS, promoted=True).splits > 1
+        assert choose_tiles(4096, 4096, 12288, self.SMS, promoted=True).splits == 1
