@@ -11,6 +11,7 @@ import argparse
 import gc
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from results_file import ResultsFile, markdown_table
@@ -71,11 +72,12 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", help="default: small, base and large; tiny and small on the CPU")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[2048, 6144])
     parser.add_argument("--budget-s", type=float, default=220, help="start no measurement after this many seconds")
+    parser.add_argument("--results", type=Path, help="results file to continue; default: one of today's in benchmarks/results")
     arguments = parser.parse_args()
     device = resolve_device(arguments.device, Precision.FP32)
     presets = arguments.presets or PRESETS[device.type]
 
-    results = ResultsFile("train-throughput", device)
+    results = ResultsFile("train-throughput", device, arguments.results)
     begin = time.monotonic()
     for batch_size in arguments.batch_sizes:
         for preset in presets:
@@ -91,7 +93,8 @@ def main() -> None:
                     row |= asdict(measure(model, preset, batch_size, device))
                 except torch.OutOfMemoryError:
                     row["failed"] = "out of memory"
-                release_memory()
+                if device.type == "cuda":
+                    release_memory()
                 results.add(key, row)
                 print(f"{key} after {time.monotonic() - begin:.0f} s", flush=True)
 

@@ -3,7 +3,7 @@
 Both honour ``found_inf``, the flag that torch's own GradScaler sets on an optimizer: a float tensor on the device, and
 where it is 1 the step changes nothing. The decision stays on the device, so a step never waits for the host.
 
-Axes:  R rows of a table,  U rows a batch touched,  E width of an embedding.
+Axes:  R rows of a table,  K ids of a batch,  E width of an embedding.
 """
 
 from collections.abc import Iterable
@@ -43,17 +43,27 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             sum_R.add_(gradient_RE.square().mean(1))
             table_RE.sub_(lr * gradient_RE / (sum_R.sqrt() + eps)[:, None])
             return
-        # An id that occurs twice in a batch is one row with the sum of its gradients, not two updates.
-        gradient = gradient.coalesce()
-        rows_U = gradient.indices()[0]
-        gradient_UE = self._without_bad(gradient.values())
-        sum_U = sum_R[rows_U] + gradient_UE.square().mean(1)
-        sum_R.index_copy_(0, rows_U, sum_U)
-        table_RE.index_add_(0, rows_U, gradient_UE / (sum_U.sqrt() + eps)[:, None], alpha=-lr)
+        rows_K, gradient_KE = sum_by_row(gradient._indices()[0], self._without_bad(gradient._values()))
+        sum_R.index_add_(0, rows_K, gradient_KE.square().mean(1))
+        table_RE.index_add_(0, rows_K, gradient_KE / (sum_R[rows_K].sqrt() + eps)[:, None], alpha=-lr)
 
     def _without_bad(self, gradient: Tensor) -> Tensor:
         """A zero gradient adds nothing to the sums and moves nothing."""
         return gradient if self.found_inf is None else gradient.masked_fill(self.found_inf.bool(), 0.0)
+
+
+def sum_by_row(rows_K: Tensor, gradient_KE: Tensor) -> tuple[Tensor, Tensor]:
+    """Gather the gradients of equal rows: an id that occurs twice in a batch is one row with their sum, not two updates.
+
+    The result has as many rows as came in, those left over being row 0 with a gradient of zero. That is what ``coalesce``
+    does but for the length, which the host would have to wait for.
+    """
+    sorted_K, order_K = rows_K.sort()
+    is_new_K = torch.ones_like(sorted_K, dtype=torch.bool)
+    is_new_K[1:] = sorted_K[1:] != sorted_K[:-1]
+    target_K = torch.empty_like(rows_K).scatter_(0, order_K, is_new_K.cumsum(0) - 1)
+    summed_KE = torch.zeros_like(gradient_KE).index_add_(0, target_K, gradient_KE)
+    return torch.zeros_like(rows_K).scatter_(0, target_K, rows_K), summed_KE
 
 
 def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:

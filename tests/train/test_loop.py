@@ -65,6 +65,7 @@ def test_a_bf16_run_stays_near_the_plain_one(planted):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default:The .grad attribute of a Tensor:UserWarning")  # of torch's own tracing
 def test_a_compiled_run_follows_the_plain_one(planted, tmp_path):
     plain = train(config(planted, steps=20))
     compiled = train(config(planted, steps=20, compile=True, out=str(tmp_path)))

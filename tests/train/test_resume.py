@@ -121,6 +121,12 @@ def test_another_config_is_refused_naming_each_difference(planted, tmp_path):
         train(small_config(planted, tmp_path, steps=8, lr=0.01, seed=3), resume=True)
 
 
+def test_a_run_whose_learning_rate_falls_towards_its_end_cannot_move_the_end(planted, tmp_path):
+    train(small_config(planted, tmp_path, steps=4, decay_steps=2))
+    with pytest.raises(InvalidFile, match=r"steps was 4, now 8"):
+        train(small_config(planted, tmp_path, steps=8, decay_steps=2), resume=True)
+
+
 def newest(out: Path) -> Path:
     return max((out / "checkpoints").glob("step-*.safetensors"))
 
