@@ -7,7 +7,7 @@ padding alone is 1. Amaxes travel as the bits of ``fp8.magnitude``.
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import magnitude, scale_of, to_e4m3
+from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3
 
 PARTS_AT_ONCE = tl.constexpr(8)
 
@@ -79,7 +79,7 @@ def _store_codes(
 ):  # fmt: skip
     """Codes of a tile (A outer, B contracted; sizes with padding), and its scales, each written by one program."""
     value_AB = x_AB.to(tl.float32)
-    scaled_AB = value_AB * (1.0 / scale_A)[:, None]
+    scaled_AB = divide(value_AB, scale_A[:, None], tl.div_rn(1.0, scale_A)[:, None])
     if SCALING == "static":  # a scale from an amax has made NaN of everything beside an infinity; this one has not
         scaled_AB = tl.where(tl.abs(value_AB) == float("inf"), float("nan"), scaled_AB)
     inside = (index_A < size_A)[:, None] & (index_B < size_B)[None, :]

@@ -16,7 +16,7 @@ def gemm(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, m: int, n: int, k: int,
     *, out_dtype: torch.dtype, bias: Tensor | None = None, promoted: bool = True,
 ) -> Tensor:  # fmt: skip
-    """a·bᵀ of the first m, n and k of two e4m3 matrices whose rows are multiples of 16 long; a scale is FP32, 1 or one a row."""
+    """a·bᵀ of the first m, n and k of two e4m3 matrices stored with a multiple of 16 columns; FP32 scales, one or one a row."""
     return torch.ops.loka.fp8_gemm(a_MK, b_NK, a_scale, b_scale, bias, m, n, k, out_dtype, promoted)
 
 
@@ -95,7 +95,8 @@ def _fp8_grouped_gemm(
     kernels.grouped_gemm_kernel[(count(tiles, m, n), splits)](
         descriptor(a, m, k, tiles.rows, depth), descriptor(b, n, k, tiles.cols, depth),
         a_scale, b_scale, part, m, n, groups, groups_of_split,
-        ROWS=tiles.rows, COLS=tiles.cols, DEPTH=depth, STEPS=length // depth, B_SCALES="grouped" if b_grouped else "rowwise" if b_scale.numel() > 1 else "one",
+        ROWS=tiles.rows, COLS=tiles.cols, DEPTH=depth, STEPS=length // depth,
+        B_SCALES="grouped" if b_grouped else "rowwise" if b_scale.numel() > 1 else "one",
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out if splits == 1 else _add_splits(part, None, out)

@@ -27,10 +27,7 @@ def contract(
     for k in range(first, last, DEPTH):
         a_MK = a_desc.load([row, k])
         b_NK = b_desc.load([col, k])
-        if PROMOTED:
-            sum_MN = tl.dot(a_MK, b_NK.T, sum_MN, max_num_imprecise_acc=DEPTH)
-        else:
-            sum_MN = tl.dot(a_MK, b_NK.T, sum_MN)
+        sum_MN = tl.dot(a_MK, b_NK.T, sum_MN, max_num_imprecise_acc=DEPTH if PROMOTED else None)
     return sum_MN
 
 

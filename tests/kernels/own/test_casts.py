@@ -18,6 +18,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 KINDS = [NOT_WRITTEN, *(scaling.value for scaling in SCALINGS)]
 STATIC = 0.05
+ON_GPU = [
+    ("rowwise", "none"),
+    ("rowwise", "rowwise"),
+    ("tensorwise", "tensorwise"),
+    ("static", "static"),
+    ("rowwise", "1x128"),
+    ("128x128", "128x128"),
+    ("none", "rowwise"),
+]
 
 
 def target(kind: str, outer: int, contraction: int, multiple: int = 16) -> Target:
@@ -37,17 +46,12 @@ def hostile(rows: int, cols: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def assert_is_the_oracles(kind: str, codes: Tensor, scale: Tensor, oriented: Tensor) -> None:
-    """Equal scales up to the last bit of a division; codes a step apart at most, where the quotient is a tie but for that bit."""
+    """The same scales and the same codes, bit for bit, NaN for NaN."""
     padded = oriented.new_zeros(codes.shape)
     padded[: oriented.shape[0], : oriented.shape[1]] = oriented
     expected = quantize(padded, Format.E4M3, Scaling(kind), static_scale=STATIC if kind == Scaling.STATIC else None)
-    torch.testing.assert_close(scale, expected.scale, rtol=1e-6, atol=0, equal_nan=True)
-    moved = codes.view(torch.uint8) != expected.codes.view(torch.uint8)
-    assert moved.float().mean() <= 1e-3 + 1 / moved.numel()
-    got, wanted = decode(codes)[moved].double(), decode(expected.codes)[moved].double()
-    if moved.any() and kind in ("rowwise", "static", "tensorwise"):
-        exact = (padded.double() / expected.scale.double().expand(padded.shape))[moved]
-        torch.testing.assert_close((got - exact).abs(), (wanted - exact).abs(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(scale, expected.scale, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(decode(codes), decode(expected.codes), rtol=0, atol=0, equal_nan=True)
 
 
 def check(x: Tensor, plain: str, trans: str, multiple: int) -> None:
@@ -76,8 +80,7 @@ def test_interpreted_casts_are_the_oracles(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kinds", [("rowwise", "none"), ("rowwise", "rowwise"), ("tensorwise", "tensorwise"), ("static", "static"),
-                                   ("rowwise", "1x128"), ("128x128", "128x128"), ("none", "rowwise")], ids="-".join)  # fmt: skip
+@pytest.mark.parametrize("kinds", ON_GPU, ids="-".join)
 @pytest.mark.parametrize(("rows", "cols"), [(2050, 520), (300, 129), (8192, 4096)])
 def test_compiled_casts_are_the_oracles(gpu: torch.device, kinds: tuple[str, str], rows: int, cols: int) -> None:
     check(hostile(rows, cols, torch.bfloat16, 0).to(gpu), *kinds, multiple=16)
