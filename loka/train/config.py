@@ -45,7 +45,7 @@ class TrainConfig:
     """Examples in a batch."""
     lr: float = 1e-3
     """Learning rate of Adam, on the dense part."""
-    embedding_lr: float = 0.02
+    embedding_lr: float = 0.05
     """Learning rate of row-wise Adagrad, on the embeddings."""
     weight_decay: float = 0.0
     """Decay of the dense part's matrices."""
