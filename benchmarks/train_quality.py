@@ -13,14 +13,16 @@ import statistics
 from dataclasses import asdict
 from pathlib import Path
 
-from results_file import ResultsFile, markdown_table
-
+from loka.core.environment import current_command, current_environment
 from loka.core.errors import InvalidInput
+from loka.core.results import GatheredResults, markdown_table
+from loka.kernels.device import device_of
 from loka.models.registry import MODELS
 from loka.train.config import Precision, TrainConfig
 from loka.train.loop import train
 from loka.train.precision import resolve_device
 
+FOLDER = Path(__file__).parent / "results"
 SEEDS = (0, 1, 2)
 METRICS = ("log_loss", "ne", "auc", "calibration")
 GOALS = {"movielens": "log-loss ≤ 0.540", "criteo": "NE ≤ 0.838, one-hot logistic regression's"}
@@ -61,7 +63,7 @@ def config_of(data: str, path: Path, model: str, seed: int, device: str) -> Trai
     )
 
 
-def make_table(results: ResultsFile) -> str:
+def make_table(results: GatheredResults) -> str:
     rows = []
     for data in SETTINGS:
         for model in MODELS.names():
@@ -90,7 +92,8 @@ def main() -> None:
     if not paths:
         raise InvalidInput("nothing to train on: pass --movielens, --criteo, or both")
 
-    results = ResultsFile("train-quality", resolve_device(arguments.device, Precision.FP32), arguments.results)
+    environment = current_environment(device_of(resolve_device(arguments.device, Precision.FP32)))
+    results = GatheredResults(FOLDER, "train-quality", environment, current_command(), arguments.results)
     for data, path in paths.items():
         for seed in arguments.seeds:
             for model in arguments.models:
@@ -106,7 +109,7 @@ def main() -> None:
 
     table = make_table(results)
     notes = "Mean ± standard deviation over seeds, on held-out examples. Settings are in the script and in the JSON beside."
-    path = results.write_markdown("Test quality of the built-in models", notes, table)
+    path = results.write_markdown(f"{notes}\n\n{table}")
     print(table)
     print(f"\n{path}\n{results.json_path}")
 

@@ -14,15 +14,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from results_file import ResultsFile, markdown_table
 
+from loka.core.environment import current_command, current_environment
+from loka.core.results import GatheredResults, markdown_table
 from loka.data.dataset import open_dataset
+from loka.kernels.device import device_of
 from loka.models.registry import MODELS, build_model
 from loka.train.config import Precision, TrainConfig
 from loka.train.precision import resolve_device
 from loka.train.step_profile import Kind, StepProfile, profile_step
 from loka.train.trainer import Trainer
 
+FOLDER = Path(__file__).parent / "results"
 PRESETS = {"cuda": ["small", "base", "large"], "cpu": ["tiny", "small"]}
 
 
@@ -52,7 +55,7 @@ def release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def make_table(results: ResultsFile) -> str:
+def make_table(results: GatheredResults) -> str:
     header = ["model", "preset", "batch", "samples/s", "ms/step", "kernels busy", *map(str, Kind)]
     rows = []
     for row in results.rows.values():
@@ -77,7 +80,8 @@ def main() -> None:
     device = resolve_device(arguments.device, Precision.FP32)
     presets = arguments.presets or PRESETS[device.type]
 
-    results = ResultsFile("train-throughput", device, arguments.results)
+    environment = current_environment(device_of(device))
+    results = GatheredResults(FOLDER, "train-throughput", environment, current_command(), arguments.results)
     begin = time.monotonic()
     for batch_size in arguments.batch_sizes:
         for preset in presets:
@@ -103,7 +107,7 @@ def main() -> None:
     table = make_table(results)
     how = "bf16 by autocast, dense part compiled" if device.type == "cuda" else "fp32, eager"
     notes = f"Whole training steps on the synthetic stream, {how}. Shares are of kernel time; busy is kernel time ÷ step time."
-    path = results.write_markdown("Training throughput, and where a step's time goes", notes, table)
+    path = results.write_markdown(f"{notes}\n\n{table}")
     print(table)
     print(f"\n{path}\n{results.json_path}")
 

@@ -3,8 +3,10 @@
 import datetime
 import platform
 import re
+import shlex
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
@@ -50,10 +52,10 @@ def current_environment(device: Device) -> Environment:
 
 
 def current_command() -> str:
-    """The command that is running, as a reader would type it."""
-    program = sys.argv[0].rsplit("/", 1)[-1]
-    program = "loka" if program in ("loka", "__main__.py") else f"python {sys.argv[0]}"
-    return " ".join([program, *sys.argv[1:]])
+    """The command that is running, as a reader would type it: without the folders of this machine."""
+    program = Path(sys.argv[0]).name
+    words = [Path(word).name if word.startswith(("/", "~", "..")) else word for word in sys.argv[1:]]
+    return shlex.join([*(["loka"] if program in ("loka", "__main__.py") else ["python", f"benchmarks/{program}"]), *words])
 
 
 def _version(distribution: str) -> str | None:

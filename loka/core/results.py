@@ -2,27 +2,64 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from loka.core.environment import Environment
+from loka.core.errors import InvalidFile
 from loka.core.files import atomic_write
+
+SCHEMA = "loka.results/1"
 
 
 def write_results(
     folder: str | Path, name: str, environment: Environment, command: str, rows: Sequence[object], tables: str
 ) -> tuple[Path, Path]:
     """Write ``<hardware>-<date>-<name>.json`` and ``.md`` into ``folder``; returns both paths."""
-    stem = Path(folder) / f"{environment.slug}-{name}"
-    json_path, markdown_path = Path(f"{stem}.json"), Path(f"{stem}.md")
-    header = {"schema": "loka.results/1", "name": name, "environment": environment, "command": command}
-    lines = b",\n".join(msgspec.json.encode(row) for row in rows)  # a row a line, for those who compare two files
-    atomic_write(json_path, msgspec.json.encode(header)[:-1] + b',"rows":[\n' + lines + b"\n]}\n")
-    atomic_write(markdown_path, f"# {name}\n\n{environment}\n\nMade by `{command}`\n\n{tables}")
-    return json_path, markdown_path
+    json_path = Path(folder) / f"{environment.slug}-{name}.json"
+    _write_json(json_path, name, environment, command, rows)
+    return json_path, _write_markdown(json_path.with_suffix(".md"), name, environment, command, tables)
+
+
+class GatheredResults:
+    """Rows under keys, each written at once: a benchmark that was interrupted goes on where it stopped.
+
+    ``path`` continues another day's file; without it the file is today's in ``folder``.
+    """
+
+    def __init__(self, folder: str | Path, name: str, environment: Environment, command: str, path: Path | None = None) -> None:
+        self.json_path = path or Path(folder) / f"{environment.slug}-{name}.json"
+        self._about = (name, environment, command)
+        self.rows: dict[str, dict[str, Any]] = {}
+        if self.json_path.exists():
+            try:
+                self.rows = {row["key"]: row for row in msgspec.json.decode(self.json_path.read_bytes())["rows"]}
+            except (msgspec.DecodeError, KeyError, TypeError) as error:
+                raise InvalidFile(
+                    f"{self.json_path} holds no gathered results ({error}): move it away or name another"
+                ) from error
+
+    def add(self, key: str, row: dict[str, Any]) -> None:
+        self.rows[key] = {"key": key, **row}
+        _write_json(self.json_path, *self._about, list(self.rows.values()))
+
+    def write_markdown(self, tables: str) -> Path:
+        return _write_markdown(self.json_path.with_suffix(".md"), *self._about, tables)
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """A table with its first column left-aligned and numbers to the right."""
     lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def _write_json(path: Path, name: str, environment: Environment, command: str, rows: Sequence[object]) -> None:
+    header = {"schema": SCHEMA, "name": name, "environment": environment, "command": command}
+    lines = b",\n".join(msgspec.json.encode(row) for row in rows)  # a row a line, for those who compare two files
+    atomic_write(path, msgspec.json.encode(header)[:-1] + b',"rows":[\n' + lines + b"\n]}\n")
+
+
+def _write_markdown(path: Path, name: str, environment: Environment, command: str, tables: str) -> Path:
+    atomic_write(path, f"# {name}\n\n{environment}\n\nMade by `{command}`\n\n{tables}")
+    return path

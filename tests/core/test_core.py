@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from loka.core.environment import Environment, current_environment
-from loka.core.errors import UnknownName
+from loka.core.environment import Environment, current_command, current_environment
+from loka.core.errors import InvalidFile, UnknownName
 from loka.core.files import atomic_path, atomic_write
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.core.registry import Registry
-from loka.core.results import markdown_table, write_results
+from loka.core.results import GatheredResults, markdown_table, write_results
 
 CPU = Device("cpu", "some cpu")
 
@@ -116,6 +116,31 @@ class TestResults:
         text = markdown_path.read_text()
         assert "| torch.bf16 | 3.1 |" in text
         assert "Made by `loka bench gemm`" in text
+
+    def test_gathered_rows_survive_an_interrupt(self, tmp_path: Path) -> None:
+        first = GatheredResults(tmp_path, "quality", self.environment, "command")
+        first.add("wukong/0", {"ne": 0.8})
+        first.add("wukong/1", {"ne": 0.7})
+        again = GatheredResults(tmp_path, "quality", self.environment, "command")
+        assert {key: row["ne"] for key, row in again.rows.items()} == {"wukong/0": 0.8, "wukong/1": 0.7}
+        again.add("wukong/1", {"ne": 0.6})
+        elsewhere = GatheredResults("unused", "quality", self.environment, "command", path=again.json_path)
+        assert elsewhere.rows["wukong/1"]["ne"] == 0.6
+        assert elsewhere.write_markdown("a table").read_text().endswith("a table")
+
+    @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rows": [1]}', b'{"rows": [{}]}'])
+    def test_a_foreign_results_file_is_refused_and_kept(self, tmp_path: Path, content: bytes) -> None:
+        path = tmp_path / "foreign.json"
+        path.write_bytes(content)
+        with pytest.raises(InvalidFile, match=r"holds no gathered results .* move it away"):
+            GatheredResults(tmp_path, "quality", self.environment, "command", path=path)
+        assert path.read_bytes() == content
+
+    def test_a_command_names_no_folder_of_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sys.argv", ["/somewhere/bin/loka", "bench", "gemm", "--out", "/tmp/results"])
+        assert current_command() == "loka bench gemm --out results"
+        monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/train_quality.py", "--movielens", "../data/ml-1m"])
+        assert current_command() == "python benchmarks/train_quality.py --movielens ml-1m"
 
     def test_this_machine(self) -> None:
         environment = current_environment(CPU)
