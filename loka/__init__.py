@@ -9,12 +9,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BlockNorm": "loka.nn.block_norm",
+    "apply_mods": "loka.mods.apply",
     "LokaLinear": "loka.nn.linear",
     "refresh": "loka.nn.weight_casts",
     "LokaError": "loka.core.errors",
 }
 
-__all__ = ["BlockNorm", "LokaError", "LokaLinear", "__version__", "refresh"]
+__all__ = ["BlockNorm", "LokaError", "LokaLinear", "__version__", "apply_mods", "refresh"]
 
 
 def __getattr__(name: str) -> object:

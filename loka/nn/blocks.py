@@ -144,7 +144,7 @@ def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> Fou
     sites = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     holders: dict[int, list[str]] = {}
     for name, module in sites.items():
-        holders.setdefault(id(module.weight), []).append(name)
+        holders.setdefault(_id_of_weight(module), []).append(name)
     blocks = []
     for name, module in sites.items():
         calls = graph.calls_of(name)
@@ -161,7 +161,7 @@ def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> Fou
                 is_head=_is_head(graph, model, module, calls),
                 calls=len(calls) if graph.is_known(name) else None,
                 aliases=tuple(other for other in names[id(module)] if other != name),
-                same_weight=tuple(other for other in holders[id(module.weight)] if other != name),
+                same_weight=tuple(other for other in holders[_id_of_weight(module)] if other != name),
                 read_by=next((graph.parameters_read[p] for p in _parameters(name) if p in graph.parameters_read), None),
             )
         )
@@ -251,6 +251,11 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
     return names
+
+
+def _id_of_weight(site: nn.Linear) -> int:
+    """A parametrized weight is made anew at each access: such a layer holds what it is made of, itself alone."""
+    return id(site._parameters.get("weight", site))
 
 
 def _parameters(site: str) -> tuple[str, str]:

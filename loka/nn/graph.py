@@ -98,7 +98,7 @@ def kind_of_module(module: nn.Module) -> Kind | None:
     """
     if isinstance(module, nn.Linear):
         return Kind.SITE
-    if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
+    if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and not is_from_torch(module)):
         return Kind.NORM
     if isinstance(module, _PASSING_MODULES):
         return Kind.PASS

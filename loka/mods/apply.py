@@ -1,0 +1,185 @@
+"""``apply_mods``: find what can be changed, say so, change it."""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from loka.core.errors import InvalidInput
+from loka.mods.contract import MODS, Mod, Place
+from loka.mods.report import Change, LeftAlone, ModReport
+from loka.mods.trained import evidence_of_training
+from loka.nn.blocks import FoundBlocks, find_blocks
+from loka.nn.graph import is_from_torch
+
+
+def apply_mods(
+    model: nn.Module,
+    mods: Iterable[str] | None = None,
+    *,
+    keep: Iterable[str] = (),
+    example: tuple[Any, ...] | None = None,
+    dry_run: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    retrain: bool = False,
+) -> ModReport:
+    """Make ``mods`` on ``model`` in place: by default ``no_bias``, ``block_norm`` and ``hard_swish``.
+
+    They change what the model computes, so apply them before making the optimizer, or pass it as ``optimizer`` to have removed
+    parameters dropped from it; then train. A model that looks trained is refused without ``retrain=True``.
+    ``keep`` names modules to leave alone with all inside them, as names or patterns (``"towers.*.out"``). With ``example``, the
+    arguments of one forward call, the model is run once, so that heads and readers are known where tracing fails.
+    ``dry_run`` reports what would change and changes nothing.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
+    chosen = _chosen(mods)
+    _check_parameters(model)
+    kept = _kept(model, keep)
+    found = find_blocks(model, example)
+    steps, left_alone = _plan(model, chosen, kept, found)
+    trained = evidence_of_training(model, optimizer) if steps else None
+    functions = {function for mod in chosen.values() for function in mod.functions}
+    report = ModReport(
+        model=type(model).__name__,
+        mods=tuple(chosen),
+        changes=tuple(step.change for step in steps),
+        left_alone=tuple(left_alone),
+        not_covered=tuple(uncovered for uncovered in found.uncovered if uncovered.function in functions),
+        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        applied=not dry_run,
+        trained=trained,
+        how=found.how,
+    )
+    if dry_run or not steps:
+        return report
+    if trained and not retrain:
+        raise InvalidInput(
+            f"the model looks trained: {trained}. Mods change what it computes, so its weights would no longer fit. Apply them "
+            f"before training, or pass retrain=True if it will be trained again or these are only your own initial values"
+        )
+    parameters = list(model.parameters())
+    _make(model, steps)
+    if optimizer is not None:
+        remaining = {id(parameter) for parameter in model.parameters()}
+        _forget(optimizer, {id(parameter) for parameter in parameters} - remaining)
+    return report
+
+
+@dataclass(frozen=True)
+class _Step:
+    mod: Mod
+    place: Place
+    change: Change
+
+
+def _plan(
+    model: nn.Module, chosen: dict[str, Mod], kept: dict[str, str], found: FoundBlocks
+) -> tuple[list[_Step], list[LeftAlone]]:
+    inside_torch = _inside_torch(model)
+    steps: list[_Step] = []
+    left_alone: list[LeftAlone] = []
+    gone: set[str] = set()
+    for mod_name, mod in chosen.items():
+        for name, module in model.named_modules():
+            place = Place(name, module, found)
+            if not mod.concerns(place):
+                continue
+            why = kept.get(name) or _why_not_any(name, module, inside_torch) or mod.why_not(place)
+            if why:
+                left_alone.append(LeftAlone(mod_name, name, why))
+                continue
+            removes = [f"{name}.{parameter}" for parameter in mod.removes(place)]
+            removed = tuple(parameter for parameter in removes if parameter not in gone)
+            if removes and not removed:  # an earlier Mod has taken them already
+                continue
+            gone.update(removed)
+            n_removed = sum(model.get_parameter(parameter).numel() for parameter in removed)
+            steps.append(_Step(mod, place, Change(mod_name, name, *mod.change(place), removed, n_removed)))
+    return steps, left_alone
+
+
+def _make(model: nn.Module, steps: list[_Step]) -> None:
+    now: dict[int, nn.Module] = {}  # by the id of the module that stood there
+    for step in steps:
+        old = step.place.module
+        new = step.mod.replace(replace(step.place, module=now.get(id(old), old)))
+        now[id(old)] = new.train(old.training)
+    # A module under several names is replaced under all of them.
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in now:
+                parent._modules[name] = now[id(child)]
+
+
+def _forget(optimizer: torch.optim.Optimizer, removed: set[int]) -> None:
+    """Drop parameters and their state. A group that becomes empty stays, since schedulers count groups."""
+    for group in optimizer.param_groups:
+        stays = [id(parameter) not in removed for parameter in group["params"]]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [value for value, keep in zip(group[key], stays, strict=True) if keep]
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) in removed]:
+        del optimizer.state[parameter]
+
+
+def _chosen(mods: Iterable[str] | None) -> dict[str, Mod]:
+    if mods is None:
+        entries = {name: mod for name, mod in MODS.items() if mod.default}
+    else:
+        entries = {name: MODS.get(name) for name in ([mods] if isinstance(mods, str) else mods)}
+    return dict(sorted(entries.items(), key=lambda entry: (entry[1].order, entry[0])))
+
+
+def _kept(model: nn.Module, keep: Iterable[str]) -> dict[str, str]:
+    """Modules to leave alone, by their first name → the reason."""
+    names = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
+    first_names = {id(module): name for name, module in model.named_modules()}
+    kept = {}
+    for pattern in [keep] if isinstance(keep, str) else keep:
+        matched = [name for name, _ in names if fnmatchcase(name, pattern)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, [name for name, _ in names], n=3, cutoff=0.4)
+            hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else "Print the model to see its modules' names."
+            raise InvalidInput(f"keep={pattern!r} matches no module. {hint}")
+        for name, module in names:
+            if any(name == match or name.startswith(f"{match}.") for match in matched):
+                kept[first_names[id(module)]] = f"kept by keep={pattern!r}"
+    return kept
+
+
+def _why_not_any(name: str, module: nn.Module, inside_torch: dict[str, str]) -> str | None:
+    """What keeps every Mod away."""
+    if not name:
+        return "is the model itself: put it into another module to have it changed"
+    if "forward" in vars(module):
+        return "has a forward of its own, put on the instance"
+    return inside_torch.get(name)
+
+
+def _inside_torch(model: nn.Module) -> dict[str, str]:
+    """Parts of torch's own composite modules, such as an encoder layer, which read their parts' parameters themselves."""
+    return {
+        f"{name}.{part}" if name else part: f"is inside {type(module).__name__}, which reads its parameters directly"
+        for name, module in model.named_modules()
+        if is_from_torch(module)
+        for part, _ in module.named_modules()
+        if part
+    }
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Parameters must be there, and the model's own."""
+    for name, module in model.named_modules():
+        if any(kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")) for kind in type(module).__mro__):
+            raise InvalidInput(
+                f"{name or 'the model'} is a {type(module).__name__}, which has taken over its parameters: "
+                f"apply Mods before wrapping or sharding the model"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise InvalidInput(f"{name} has no shape yet: run the model once on a batch, then apply Mods")

@@ -1,0 +1,58 @@
+"""Linear → activation becomes Linear → BlockNorm → activation, which brings the layer behind it under BlockNorm's bound."""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from loka.mods.contract import MODS, Place
+from loka.nn.block_norm import BlockNorm
+from loka.nn.blocks import Block
+
+# |f(x)| ≤ |x|, so that BlockNorm's bound holds behind them. What is bounded by itself, such as a gate's sigmoid, needs no norm.
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.GELU, nn.Mish)
+
+
+@MODS.register("insert_norm")
+class InsertNorm:
+    """A BlockNorm in front of an activation that reads a linear layer.
+
+    The activation makes room for both: neither has parameters, so the names in a ``state_dict`` stay what they were.
+    """
+
+    default = False  # it changes the model more than the others
+    order = 3  # around what the others put there
+    functions = frozenset[str]()
+
+    def concerns(self, place: Place) -> bool:
+        return isinstance(place.module, ACTIVATIONS) and bool(_blocks_in_front(place))
+
+    def why_not(self, place: Place) -> str | None:
+        blocks = _blocks_in_front(place)
+        widths = sorted({block.out_features for block in blocks})
+        if any(block.is_head for block in blocks):
+            return f"stands behind the prediction head {next(block.site for block in blocks if block.is_head)}"
+        if len(widths) > 1:
+            return f"serves layers of widths {', '.join(map(str, widths))}: give each an activation of its own"
+        graph = place.found.graph
+        sites = {block.site for block in blocks}
+        in_front = [graph.calls[read].name for call in graph.calls_of(place.name) for read in graph.calls[call].reads]
+        others = [name for name in in_front if name not in sites]
+        if others:
+            return f"serves {others[0]} as well as {blocks[0].site}: give each an activation of its own"
+        return None
+
+    def change(self, place: Place) -> tuple[str, str]:
+        block = _blocks_in_front(place)[0]
+        return f"behind {block.site}", f"BlockNorm({block.out_features}) inserted"
+
+    def removes(self, place: Place) -> tuple[str, ...]:
+        return ()
+
+    def replace(self, place: Place) -> nn.Module:
+        norm = BlockNorm(_blocks_in_front(place)[0].out_features)
+        return nn.Sequential(OrderedDict(norm=norm, activation=place.module))
+
+
+def _blocks_in_front(place: Place) -> list[Block]:
+    """Those without a norm that end in this activation."""
+    return [block for block in place.found if block.norm is None and block.activation and block.activation.module == place.name]

@@ -1,0 +1,49 @@
+"""Biases go: they grow without converging and push values out of range, and each is a small tensor to pad and send."""
+
+from torch import nn
+
+from loka.mods.contract import MODS, Place, why_not_this_type
+from loka.nn.graph import Kind, kind_of_module
+from loka.nn.linear import LokaLinear
+
+
+@MODS.register("no_bias")
+class NoBias:
+    """Linear and LayerNorm without bias, prediction heads excepted: theirs holds the base rate."""
+
+    default = True
+    order = 2  # behind block_norm, which takes whole norms away
+    functions = frozenset[str]()
+
+    def concerns(self, place: Place) -> bool:
+        is_site_or_norm = kind_of_module(place.module) in (Kind.SITE, Kind.NORM)
+        return is_site_or_norm and getattr(place.module, "bias", None) is not None
+
+    def why_not(self, place: Place) -> str | None:
+        if not isinstance(place.module, nn.Linear):
+            return why_not_this_type(place.module, nn.LayerNorm)
+        return why_not_this_type(place.module, nn.Linear, LokaLinear) or _why_not_site(place)
+
+    def change(self, place: Place) -> tuple[str, str]:
+        kind = type(place.module).__name__
+        return f"{kind} with bias", f"{kind} without"
+
+    def removes(self, place: Place) -> tuple[str, ...]:
+        return ("bias",)
+
+    def replace(self, place: Place) -> nn.Module:
+        place.module.register_parameter("bias", None)
+        return place.module
+
+
+def _why_not_site(place: Place) -> str | None:
+    block = place.found.of(place.name)
+    if block.is_head:
+        return "is a prediction head: " + ("it has one output" if block.out_features == 1 else "its output is the model's")
+    if block.read_by:
+        return f"its parameters are read by a call of {block.read_by}, not by the layer itself"
+    if block.calls == 0:
+        return "is never called, so it may serve a purpose of its own"
+    if block.is_head is None:
+        return "may be a prediction head: who reads its output shows only in a run, so pass example="
+    return None

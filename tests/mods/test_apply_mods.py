@@ -1,0 +1,403 @@
+"""The rules around Mods: what is left alone and why, optimizers, trained models, the report, and mistakes."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import loka
+from loka.core.errors import InvalidInput, UnknownName
+from loka.mods.contract import MODS, Place
+from loka.mods.report import ModReport
+from loka.train.optim import RowWiseAdagrad
+
+
+def reasons(report: ModReport) -> dict[str, str]:
+    return {f"{left.mod} {left.name}": left.why for left in report.left_alone}
+
+
+def changed(report: ModReport) -> list[str]:
+    return sorted(f"{change.mod} {change.name}" for change in report.changes)
+
+
+class TestLeftAlone:
+    def test_heads_of_several_outputs(self, mlp: nn.Sequential) -> None:
+        report = loka.apply_mods(mlp, "no_bias")
+        assert changed(report) == ["no_bias 0", "no_bias 1", "no_bias 3"]
+        assert reasons(report) == {"no_bias 6": "is a prediction head: its output is the model's"}
+        assert mlp[6].bias is not None
+
+    def test_subclasses_and_look_alikes(self) -> None:
+        class MyLinear(nn.Linear):
+            pass
+
+        class MyNorm(nn.LayerNorm):
+            pass
+
+        class Swish(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * x.sigmoid()
+
+        class RMSNorm(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x / x.square().mean(-1, keepdim=True).sqrt()
+
+        model = nn.Sequential(MyLinear(4, 4), MyNorm(4), Swish(), RMSNorm(), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        report = loka.apply_mods(model)
+        assert not report.changes
+        assert reasons(report) == {
+            "block_norm 1": "is a MyNorm: only torch.nn.LayerNorm and torch.nn.RMSNorm are changed",
+            "block_norm 3": "is a RMSNorm: only torch.nn.LayerNorm and torch.nn.RMSNorm are changed",
+            "block_norm 4": "is a BatchNorm1d: only torch.nn.LayerNorm and torch.nn.RMSNorm are changed",
+            "hard_swish 2": "is a Swish: only torch.nn.SiLU is changed",
+            "no_bias 0": "is a MyLinear: only torch.nn.Linear and loka.nn.linear.LokaLinear are changed",
+            "no_bias 1": "is a MyNorm: only torch.nn.LayerNorm is changed",
+            "no_bias 4": "is a BatchNorm1d: only torch.nn.LayerNorm is changed",
+            "no_bias 5": "is a prediction head: it has one output",
+        }
+
+    def test_what_has_been_tampered_with(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+        model[1].register_forward_hook(lambda *_: None)
+        model[2].register_full_backward_hook(lambda *_: None)
+        model[3].forward = lambda x: x  # type: ignore[method-assign, assignment]
+        report = loka.apply_mods(model)
+        assert reasons(report) | {"no_bias 5": ""} == {
+            "no_bias 0": "is parametrized",
+            "block_norm 1": "has hooks, which a new module would lose",
+            "hard_swish 2": "has hooks, which a new module would lose",
+            "no_bias 3": "has a forward of its own, put on the instance",
+            "no_bias 5": "",
+        }
+        assert changed(report) == ["block_norm 4", "no_bias 1"]  # a bias can go in place: the hook stays
+
+    def test_a_norm_over_several_axes(self) -> None:
+        model = nn.Sequential(nn.LayerNorm((3, 4)), nn.Flatten(), nn.Linear(12, 1))
+        report = loka.apply_mods(model, "block_norm")
+        assert reasons(report) == {
+            "block_norm 0": "normalizes the last 2 axes (3, 4) together, a BlockNorm the blocks of one axis"
+        }
+
+    def test_parts_of_torchs_own_modules(self) -> None:
+        model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(24, 1))
+        report = loka.apply_mods(model)
+        assert not report.changes
+        assert reasons(report)["block_norm 0.norm1"] == "is inside TransformerEncoderLayer, which reads its parameters directly"
+        assert "no_bias 0.self_attn.out_proj" in reasons(report)
+        model.eval()(torch.randn(2, 3, 8))  # its fast path reads them
+
+    def test_the_model_itself(self) -> None:
+        norm = nn.LayerNorm(4)
+        assert reasons(loka.apply_mods(norm, "block_norm")) == {
+            "block_norm ": "is the model itself: put it into another module to have it changed"
+        }
+
+    @pytest.mark.parametrize("with_example", [True, False])
+    def test_layers_whose_parameters_others_read(self, with_example: bool) -> None:
+        class Reads(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.read, self.unused, self.called, self.head = (nn.Linear(4, 4) for _ in range(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = x @ self.read.weight.T + self.read.bias
+                return self.head(self.called(x).relu())
+
+        model = Reads()
+        report = loka.apply_mods(model, example=(torch.randn(2, 4),) if with_example else None)
+        assert changed(report) == ["no_bias called"]
+        assert "its parameters are read by a call of" in reasons(report)["no_bias read"]
+        assert reasons(report)["no_bias unused"] == "is never called, so it may serve a purpose of its own"
+        model(torch.randn(2, 4))
+
+    def test_an_activation_that_serves_several(self) -> None:
+        class Shared(nn.Module):
+            def __init__(self, widths: list[int]) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False))
+                self.act, self.head = nn.ReLU(), nn.Linear(widths[-1], 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                for layer in self.layers:
+                    x = self.act(layer(x))
+                return self.head(x)
+
+        report = loka.apply_mods(Shared([8, 6]), "insert_norm")
+        assert reasons(report) == {"insert_norm act": "serves layers of widths 6, 8: give each an activation of its own"}
+        same = Shared([8, 8])
+        assert changed(loka.apply_mods(same, "insert_norm")) == ["insert_norm act"]
+        assert same(torch.randn(2, 4)).shape == (2, 1)
+
+        class Twice(Shared):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(self.act(x))
+
+        report = loka.apply_mods(Twice([4]), "insert_norm")
+        assert reasons(report) == {"insert_norm act": "serves input as well as layers.0: give each an activation of its own"}
+
+        report = loka.apply_mods(nn.Sequential(nn.Linear(4, 1), nn.ReLU(), nn.Linear(1, 2)), "insert_norm")
+        assert reasons(report) == {"insert_norm 1": "stands behind the prediction head 0"}
+
+
+class TestKeep:
+    def test_names_patterns_and_all_inside(self, mlp: nn.Sequential) -> None:
+        model = nn.Sequential(mlp, nn.Linear(3, 3), nn.SiLU(), copy.deepcopy(mlp[1:3]), nn.Linear(300, 1))
+        report = loka.apply_mods(model, keep=["0", "3.*"], dry_run=True)
+        assert changed(report) == ["hard_swish 2", "no_bias 1"]
+        assert reasons(report)["block_norm 0.1"] == "kept by keep='0'"
+        assert reasons(report)["block_norm 3.1"] == "kept by keep='3.*'"
+        assert changed(loka.apply_mods(model, "hard_swish", keep="0.2", dry_run=True)) == ["hard_swish 2", "hard_swish 3.2"]
+
+    def test_a_shared_module_is_kept_by_any_of_its_names(self) -> None:
+        model = nn.ModuleDict({"a": nn.SiLU()})
+        model["b"] = model["a"]
+        assert reasons(loka.apply_mods(model, keep="b")) == {"hard_swish a": "kept by keep='b'"}
+
+    def test_a_pattern_that_matches_nothing_is_a_mistake(self, mlp: nn.Sequential) -> None:
+        model = nn.ModuleDict({"tower": mlp, "head": nn.Linear(3, 1)})
+        with pytest.raises(InvalidInput, match=r"keep='towr' matches no module. Did you mean 'tower'"):
+            loka.apply_mods(model, keep="towr")
+        with pytest.raises(InvalidInput, match=r"keep='\*\.x' matches no module. Print the model to see its modules' names"):
+            loka.apply_mods(model, keep="*.x")
+
+
+def test_shared_modules_are_replaced_everywhere_by_one() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.act = nn.LayerNorm(4), nn.SiLU()
+            self.towers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), self.norm, self.act) for _ in range(2))
+            self.by_name = nn.ModuleDict({"again": self.norm})
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.by_name["again"](self.act(self.norm(sum(tower(x) for tower in self.towers)))))
+
+    model = Sharing()
+    report = loka.apply_mods(model)
+    assert changed(report) == ["block_norm norm", "hard_swish act", "no_bias towers.0.0", "no_bias towers.1.0"]
+    assert isinstance(model.norm, loka.BlockNorm)
+    assert model.towers[0][1] is model.towers[1][1] is model.by_name["again"] is model.norm
+    assert model.towers[0][2] is model.act
+    model(torch.randn(2, 4)).sum().backward()
+
+
+class TestOptimizer:
+    def parameters(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            lambda p: torch.optim.AdamW(p, lr=0.1),
+            lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+            lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+        ],
+        ids=["sgd", "adamw", "fused", "adagrad"],
+    )
+    def test_made_before_it_goes_on_with_what_is_left(self, mlp: nn.Sequential, make) -> None:  # type: ignore[no-untyped-def]
+        matrices = [parameter for parameter in mlp.parameters() if parameter.ndim == 2]
+        vectors = [parameter for parameter in mlp[:6].parameters() if parameter.ndim < 2]
+        optimizer = make([{"params": matrices}, {"params": vectors}, {"params": [mlp[6].bias]}])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        report = loka.apply_mods(mlp, optimizer=optimizer)
+        assert sorted(self.parameters(optimizer)) == sorted(id(parameter) for parameter in mlp.parameters())
+        assert [len(group["params"]) for group in optimizer.param_groups] == [3, 0, 1]
+        assert report.n_removed == sum(parameter.numel() for parameter in vectors)
+        assert all(id(parameter) in self.parameters(optimizer) for parameter in optimizer.state)
+        before = [parameter.clone() for parameter in mlp.parameters()]
+        mlp(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert not any(torch.equal(one, other) for one, other in zip(before, mlp.parameters(), strict=True))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def test_names_of_parameters_follow(self, mlp: nn.Sequential) -> None:
+        optimizer = torch.optim.SGD(mlp.named_parameters(), lr=0.1)
+        loka.apply_mods(mlp, optimizer=optimizer)
+        assert optimizer.param_groups[0]["param_names"] == [name for name, _ in mlp.named_parameters()]
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    def test_state_of_a_trained_one_is_dropped_with_its_parameters(self, mlp: nn.Sequential) -> None:
+        optimizer = torch.optim.Adam(mlp.parameters())
+        mlp(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {name: optimizer.state[parameter]["exp_avg"].clone() for name, parameter in mlp.named_parameters()}
+        loka.apply_mods(mlp, optimizer=optimizer, retrain=True)
+        assert {id(parameter) for parameter in optimizer.state} == {id(parameter) for parameter in mlp.parameters()}
+        for name, parameter in mlp.named_parameters():
+            assert torch.equal(optimizer.state[parameter]["exp_avg"], state[name])
+
+    def test_a_bias_that_another_module_shares_stays(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 1))
+        model[3].bias = nn.Parameter(torch.zeros(1))
+        model[1].bias = nn.Parameter(torch.zeros(2))
+        model.append(nn.Linear(1, 2, bias=False))
+        model[4].bias = model[1].bias  # the head's, so it is still in the model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loka.apply_mods(model, optimizer=optimizer)
+        assert model[1].bias is None
+        assert id(model[4].bias) in self.parameters(optimizer)
+
+
+def train_one_step(model: nn.Module, lr: float = 1e-3) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    model(torch.randn(16, 6)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class TestTrained:
+    def test_a_norm_tells_after_one_step(self, mlp: nn.Sequential) -> None:
+        train_one_step(mlp)
+        before = copy.deepcopy(mlp.state_dict())
+        message = r"looks trained: 1 \(LayerNorm\) has a weight that differs from feature to feature.*retrain=True"
+        with pytest.raises(InvalidInput, match=message):
+            loka.apply_mods(mlp)
+        assert list(mlp.state_dict()) == list(before)
+        assert isinstance(mlp[1], nn.LayerNorm)
+        promised = loka.apply_mods(mlp, dry_run=True)
+        assert "looks trained: 1 (LayerNorm)" in str(promised)
+        assert loka.apply_mods(mlp, retrain=True).changes == promised.changes
+
+    def test_where_nothing_would_change_a_trained_model_is_welcome(self, mlp: nn.Sequential) -> None:
+        loka.apply_mods(mlp)
+        train_one_step(mlp)
+        mlp(torch.randn(4, 6)).sum().backward()
+        assert not loka.apply_mods(mlp).changes
+
+    def test_biases_tell_where_there_is_no_norm(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 1))
+        loka.apply_mods(copy.deepcopy(model))
+        train_one_step(model, lr=0.01)
+        with pytest.raises(InvalidInput, match=r"0 \(Linear\) has a bias outside its initial ±0.408"):
+            loka.apply_mods(model)
+
+    def test_a_gradient_a_batch_norm_or_an_optimizer_tells(self, mlp: nn.Sequential) -> None:
+        fresh = copy.deepcopy(mlp)
+        fresh(torch.randn(4, 6)).sum().backward()
+        with pytest.raises(InvalidInput, match=r"0.weight has a gradient"):
+            loka.apply_mods(fresh)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.SiLU())
+        model(torch.randn(4, 6))
+        with pytest.raises(InvalidInput, match=r"1 \(BatchNorm1d\) has seen batches"):
+            loka.apply_mods(model)
+        other = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD([*mlp.parameters(), *other.parameters()], lr=0.1, momentum=0.9)
+        other(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(InvalidInput, match="its optimizer has made steps"):
+            loka.apply_mods(mlp, optimizer=optimizer)
+
+    @pytest.mark.parametrize(
+        "initialize",
+        [
+            lambda model: None,
+            lambda model: nn.init.zeros_(model[0].bias),
+            lambda model: nn.init.constant_(model[3].bias, -3.0),
+            lambda model: nn.init.constant_(model[1].weight, 0.1),
+            lambda model: nn.init.xavier_normal_(model[3].weight),
+            lambda model: model.bfloat16(),
+            lambda model: model.to("meta"),
+        ],
+        ids=["default", "zero bias", "base rate", "small gain", "xavier", "bf16", "meta"],
+    )
+    def test_initial_values_of_many_kinds_do_not(self, mlp: nn.Sequential, initialize) -> None:  # type: ignore[no-untyped-def]
+        initialize(mlp)
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(mlp.parameters()), torch.optim.Adagrad(mlp.parameters())]
+        optimizers.append(RowWiseAdagrad([nn.Parameter(torch.zeros(3, 2))], lr=0.1))  # has its state from the start
+        for optimizer in optimizers:
+            assert loka.apply_mods(mlp, optimizer=optimizer, dry_run=True).trained is None
+        assert len(loka.apply_mods(mlp).changes) == 5
+
+
+class TestReport:
+    def test_reads_well(self, mlp: nn.Sequential) -> None:
+        promised = loka.apply_mods(mlp, dry_run=True)
+        text = """\
+Sequential: 5 changes would be made by block_norm, hard_swish, no_bias, 940 of 8,803 parameters (11 %) removed
+  block_norm  1  LayerNorm(300)    → BlockNorm(300, 2 blocks)  −600 (weight, bias)
+  block_norm  4  RMSNorm(20)       → BlockNorm(20)             −20 (weight)
+  hard_swish  2  SiLU              → Hardswish
+  no_bias     0  Linear with bias  → Linear without            −300 (bias)
+  no_bias     3  Linear with bias  → Linear without            −20 (bias)
+left alone:
+  no_bias  6  is a prediction head: its output is the model's
+(data flow traced without an example)"""
+        assert str(promised) == text
+        assert str(loka.apply_mods(mlp)) == text.replace("would be made", "made")
+        assert "0 changes made" in str(loka.apply_mods(mlp, ()))
+
+    def test_a_norm_loses_its_bias_once(self, mlp: nn.Sequential) -> None:
+        both = loka.apply_mods(mlp, ["no_bias", "block_norm"], dry_run=True)
+        assert "no_bias 1" not in changed(both)
+        alone = loka.apply_mods(mlp, ["no_bias"], dry_run=True)
+        assert "no_bias 1" in changed(alone)
+        assert alone.n_removed == 300 + 300 + 20
+
+
+class TestMistakes:
+    def test_unknown_mod(self, mlp: nn.Sequential) -> None:
+        with pytest.raises(UnknownName, match=r"no mod is called 'hardswish'. Did you mean 'hard_swish'\? Known: block_norm"):
+            loka.apply_mods(mlp, ["no_bias", "hardswish"])
+        assert mlp[0].bias is not None
+
+    def test_a_wrapped_model(self, mlp: nn.Sequential) -> None:
+        with pytest.raises(InvalidInput, match="is a DataParallel, which has taken over its parameters: apply Mods before"):
+            loka.apply_mods(nn.DataParallel(mlp))
+
+    def test_parameters_without_a_shape(self) -> None:
+        with pytest.raises(InvalidInput, match=r"0.weight has no shape yet: run the model once on a batch, then apply Mods"):
+            loka.apply_mods(nn.Sequential(nn.LazyLinear(4), nn.SiLU()))
+
+    def test_an_example_that_is_no_tuple(self, mlp: nn.Sequential) -> None:
+        with pytest.raises(InvalidInput, match="example must be a tuple"):
+            loka.apply_mods(mlp, example=torch.randn(2, 6))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tanh_mod() -> Iterator[None]:
+    """A Mod as a user would add it: one class in one file."""
+
+    @MODS.register("no_tanh")
+    class NoTanh:
+        default, order, functions = False, 1, frozenset({"tanh"})
+
+        def concerns(self, place: Place) -> bool:
+            return isinstance(place.module, nn.Tanh)
+
+        def why_not(self, place: Place) -> str | None:
+            return None
+
+        def change(self, place: Place) -> tuple[str, str]:
+            return "Tanh", "Hardtanh"
+
+        def removes(self, place: Place) -> tuple[str, ...]:
+            return ()
+
+        def replace(self, place: Place) -> nn.Module:
+            return nn.Hardtanh()
+
+    yield
+    MODS.remove("no_tanh")
+
+
+@pytest.mark.usefixtures("tanh_mod")
+def test_a_mod_is_added_by_registering_it() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    assert not loka.apply_mods(model, keep="0").changes  # not unless asked for
+    assert changed(loka.apply_mods(model, "no_tanh")) == ["no_tanh 1"]
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model[1](x), F.hardtanh(x))
+
+
+def test_the_registry_holds_the_four() -> None:
+    assert MODS.names() == ["block_norm", "hard_swish", "insert_norm", "no_bias"]
+    assert [name for name, mod in MODS.items() if mod.default] == ["block_norm", "hard_swish", "no_bias"]
