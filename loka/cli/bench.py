@@ -27,7 +27,7 @@ def gemm(
     kernels: Annotated[
         list[str] | None, Parameter(help="Names; all but reference.* if not given.", consume_multiple=True)
     ] = None,
-    device: Annotated[str | None, Parameter(help="cpu or cuda; the GPU where there is one, if not given.")] = None,
+    device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
 ) -> None:
     """Every kernel at every shape and role: casts, GEMM, the whole, and the error.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def kernels(
     *,
     shape: Annotated[str | None, Parameter(help="Also measure error and time at ROWSxINxOUT, e.g. 2048x1024x1024.")] = None,
-    device: Annotated[str | None, Parameter(help="cpu or cuda; the GPU where there is one, if not given.")] = None,
+    device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     json: Annotated[bool, Parameter(help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List every kernel, whether it runs on this machine, and why not.

@@ -16,23 +16,18 @@ def device_of(device: torch.device) -> Device:
     return Device(device.type, _cpu_name() if device.type == "cpu" else device.type)
 
 
-def default_device() -> torch.device:
-    """The GPU where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def device_named(name: str | None) -> torch.device:
-    """A device as a user names it; the default one for None."""
-    if name is None:
-        return default_device()
+def device_named(name: str) -> torch.device:
+    """A device as a user names it; ``auto`` is the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidInput(f"no device is called {name!r}: use cpu, cuda or cuda:N") from None
+        raise InvalidInput(f"no device is called {name!r}: use auto, cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise InvalidInput(f"LoKA runs on cpu and cuda devices, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"{name!r} was asked for, but torch sees no NVIDIA GPU here: use cpu")
+        raise InvalidInput(f"{name!r} was asked for, but torch sees no GPU here: use cpu or auto")
     return device
 
 

@@ -6,20 +6,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from loka.core.errors import InvalidInput
+from loka.kernels.device import device_named
 from loka.train.config import Precision
 
 
 def resolve_device(name: str, precision: Precision) -> torch.device:
-    """``auto`` is CUDA where there is one. A device that is not here, or lacks the precision, is refused."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise InvalidInput(f"device must be auto, cpu or cuda, got {name!r}")
-    if name != "cpu" and not torch.cuda.is_available():
-        raise InvalidInput(f"device {name} was asked for, but torch sees no GPU here: use cpu or auto")
-    if name == "cpu" and precision is Precision.TF32:
+    """The device a user names, refused where it lacks the precision."""
+    device = device_named(name)
+    if device.type == "cpu" and precision is Precision.TF32:
         raise InvalidInput("tf32 is an arithmetic of NVIDIA's tensor cores, and this run is on the CPU: use precision fp32")
-    return torch.device(name)
+    return device
 
 
 @contextmanager

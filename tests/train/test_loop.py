@@ -114,7 +114,7 @@ def test_evaluating_needs_examples_and_keeps_the_mode(planted):
         ({"preset": "huge"}, UnknownName, "tiny, small, base, large"),
         ({"data": "movielen"}, UnknownName, "Known: "),
         ({"data_path": "/nowhere/ml-1m"}, InvalidInput, "nothing at /nowhere/ml-1m"),
-        ({"device": "tpu"}, InvalidInput, "auto, cpu or cuda"),
+        ({"device": "tpu"}, InvalidInput, "no device is called 'tpu'"),
         ({"precision": Precision.TF32}, InvalidInput, "tensor cores.*use precision fp32"),
         ({"model_options": {"dropuot": 0.1}}, InvalidInput, "dropuot"),
         ({"data_options": {"tests": 1}}, InvalidInput, "no option 'tests'"),

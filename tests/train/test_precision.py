@@ -42,7 +42,7 @@ def test_autocast_changes_linears_and_leaves_look_ups():
 
 def test_devices_are_checked():
     assert resolve_device("cpu", Precision.BF16) == CPU
-    with pytest.raises(InvalidInput, match="auto, cpu or cuda, got 'tpu'"):
+    with pytest.raises(InvalidInput, match="no device is called 'tpu': use auto, cpu"):
         resolve_device("tpu", Precision.FP32)
     with pytest.raises(InvalidInput, match="tensor cores"):
         resolve_device("cpu", Precision.TF32)
