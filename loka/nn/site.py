@@ -55,7 +55,7 @@ class _Site(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # codes have no derivative: a second backward would be wrong, so it is refused
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (dy_MN,) = grads
         executor: SiteExecutor = ctx.executor
         weight_NK, x_codes, x_scale, *cached = ctx.saved_tensors
