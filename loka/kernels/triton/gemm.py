@@ -68,19 +68,27 @@ def _(
 
 
 def grouped_gemm(
-    a_MK: Tensor, b_NK: Tensor, a_scale_GM: Tensor, b_scale: Tensor, m: int, n: int,
-    *, out_dtype: torch.dtype, b_grouped: bool = False,
+    a_MK: Tensor, b_NK: Tensor, a_scale_GM: Tensor, b_scale: Tensor | None, m: int, n: int,
+    *, out_dtype: torch.dtype, b_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """a·bᵀ where a row of a has a scale for each of G equal groups of the contraction, a power of two of 32 or more long.
 
-    ``b_scale`` is one scale or one for each row, or where ``b_grouped`` says so (G, N) like a's.
+    b's scale is the constant ``b_factor``, times ``b_scale``, one for each of its rows. b may have fewer columns than a: the
+    rest are zeros.
     """
-    return torch.ops.loka.fp8_grouped_gemm(a_MK, b_NK, a_scale_GM, b_scale, m, n, out_dtype, b_grouped)
+    return torch.ops.loka.fp8_grouped_gemm(a_MK, b_NK, a_scale_GM, b_scale, m, n, out_dtype, b_factor)
 
 
 @torch.library.custom_op("loka::fp8_grouped_gemm", mutates_args=())
 def _fp8_grouped_gemm(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, m: int, n: int, out_dtype: torch.dtype, b_grouped: bool
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor | None,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    b_factor: float,
 ) -> Tensor:
     from loka.kernels.triton import gemm_kernels as kernels
 
@@ -93,10 +101,9 @@ def _fp8_grouped_gemm(
     out = a.new_empty((m, n), dtype=out_dtype)
     part = out if splits == 1 else a.new_empty((splits, m, n), dtype=torch.float32)
     kernels.grouped_gemm_kernel[(count(tiles, m, n), splits)](
-        descriptor(a, m, k, tiles.rows, depth), descriptor(b, n, k, tiles.cols, depth),
-        a_scale, b_scale, part, m, n, groups, groups_of_split,
-        ROWS=tiles.rows, COLS=tiles.cols, DEPTH=depth, STEPS=length // depth,
-        B_SCALES="grouped" if b_grouped else "rowwise" if b_scale.numel() > 1 else "one",
+        descriptor(a, m, k, tiles.rows, depth), descriptor(b, n, min(k, b.shape[1]), tiles.cols, depth),
+        a_scale, b_scale, part, m, n, groups, groups_of_split, b_factor,
+        ROWS=tiles.rows, COLS=tiles.cols, DEPTH=depth, STEPS=length // depth, B_ROWWISE=b_scale is not None,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out if splits == 1 else _add_splits(part, None, out)
@@ -104,7 +111,14 @@ def _fp8_grouped_gemm(
 
 @_fp8_grouped_gemm.register_fake
 def _(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, m: int, n: int, out_dtype: torch.dtype, b_grouped: bool
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor | None,
+    m: int,
+    n: int,
+    out_dtype: torch.dtype,
+    b_factor: float,
 ) -> Tensor:
     return a.new_empty((m, n), dtype=out_dtype)
 

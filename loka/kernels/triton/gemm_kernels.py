@@ -74,12 +74,12 @@ def gemm_kernel(
 
 @triton.jit
 def grouped_gemm_kernel(
-    a_desc, b_desc, a_scale_ptr, b_scale_ptr, out_ptr, m, n, groups, groups_of_split,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, B_SCALES: tl.constexpr,
+    a_desc, b_desc, a_scale_ptr, b_scale_ptr, out_ptr, m, n, groups, groups_of_split, b_factor,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, B_ROWWISE: tl.constexpr,
 ):  # fmt: skip
     """The contraction comes in groups of STEPS·DEPTH, and each row of a has a scale for each group (groups × M).
 
-    B_SCALES: "one", "rowwise", or "grouped" like a's.
+    b's scale is ``b_factor``, times one a row where B_ROWWISE.
     """
     split = tl.program_id(1)
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(n, COLS))
@@ -92,15 +92,10 @@ def grouped_gemm_kernel(
         a_MK = a_desc.load([tile_m * ROWS, step * DEPTH])
         b_NK = b_desc.load([tile_n * COLS, step * DEPTH])
         a_scale_M = tl.load(a_scale_ptr + group * m + index_M, mask=index_M < m, other=0.0)
-        part_MN = tl.dot(a_MK, b_NK.T) * a_scale_M[:, None]
-        if B_SCALES == "grouped":
-            part_MN *= tl.load(b_scale_ptr + group * n + index_N, mask=index_N < n, other=0.0)[None, :]
-        sum_MN += part_MN
-    if B_SCALES == "rowwise":
+        sum_MN += tl.dot(a_MK, b_NK.T) * a_scale_M[:, None]
+    if B_ROWWISE:
         sum_MN *= scales_along(b_scale_ptr, index_N, n, True)[None, :]
-    elif B_SCALES == "one":
-        sum_MN *= tl.load(b_scale_ptr)
-    store(out_ptr + split.to(tl.int64) * m * n, sum_MN, index_M, index_N, m, n)
+    store(out_ptr + split.to(tl.int64) * m * n, sum_MN * b_factor, index_M, index_N, m, n)
 
 
 @triton.jit

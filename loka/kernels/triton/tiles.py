@@ -1,5 +1,6 @@
 """How work is cut into tiles: plain functions of the shape and of the number of multiprocessors."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -69,3 +70,75 @@ def _with_splits(tiles: Tiles, m: int, n: int, k: int, sms: int) -> Tiles:
 def _time(tiles: Tiles, m: int, n: int, sms: int) -> float:
     waves = ceil_div(count(tiles, m, n) * tiles.splits, sms)
     return waves * _COSTS[replace(tiles, splits=1)] / tiles.splits
+
+
+@dataclass(frozen=True)
+class NormBlocks:
+    """The near-equal blocks that a norm cuts ``features`` into, each at most ``block`` long: the first ``wider`` of them are
+    one longer than ``width``. A tile of ``room`` columns holds any one of them."""
+
+    features: int
+    block: int
+
+    @property
+    def count(self) -> int:
+        return ceil_div(self.features, self.block)
+
+    @property
+    def width(self) -> int:
+        return self.features // self.count
+
+    @property
+    def wider(self) -> int:
+        return self.features % self.count
+
+    @property
+    def room(self) -> int:
+        return max(NARROWEST_TILE, power_of_two(self.width + (self.wider > 0)))
+
+    @property
+    def code_scale(self) -> float:
+        """The scale of codes behind the norm: no value leaves a block of n larger than √n, and no activation grows it."""
+        return math.sqrt(self.width + (self.wider > 0)) / E4M3_MAX
+
+
+NARROWEST_TILE = 32
+WIDEST_TILE = 256  # a norm block must lie in a tile whole
+E4M3_MAX = 448.0
+PROMOTED_FROM = 8192  # a shorter contraction loses nothing that shows beside the rounding of its operands
+# Half the loads of 64×256; but promoted sums, or a bias beside them, do not fit into its registers.
+_WIDE_BLOCK = Tiles(128, 256, 128, warps=16, stages=3)
+_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
+_WIDE_BLOCK_TIME = 1.75  # of a wave, in waves of _BLOCK
+
+
+def is_promoted(contraction: int) -> bool:
+    return contraction >= PROMOTED_FROM
+
+
+def choose_block_tiles(m: int, blocks: NormBlocks, k: int, sms: int, *, has_bias: bool) -> Tiles:
+    """Tiles that hold a norm block each: the larger ones where there are enough of them."""
+    if blocks.room < _BLOCK.cols:
+        return Tiles(64, blocks.room, 128, warps=4, stages=4)
+    waves, wide_waves = (ceil_div(ceil_div(m, tiles.rows) * blocks.count, sms) for tiles in (_BLOCK, _WIDE_BLOCK))
+    fits = not (is_promoted(k) or has_bias)
+    return _WIDE_BLOCK if fits and wide_waves * _WIDE_BLOCK_TIME < waves else _BLOCK
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """A program of the backward pass takes ``rows`` at a time, ``steps`` times; what it takes has one scale a feature."""
+
+    rows: int
+    steps: int
+    warps: int
+
+    @property
+    def group(self) -> int:
+        return self.rows * self.steps
+
+
+def choose_backward_tiles(m: int, blocks: NormBlocks, sms: int) -> BackwardTiles:
+    """Groups of 128 rows, the depth that wgrad's product likes; of 64 where they would leave multiprocessors idle."""
+    steps = 2 if ceil_div(m, 128) * blocks.count >= sms else 1
+    return BackwardTiles(64, steps, warps=max(4, 64 * blocks.room // 1024))

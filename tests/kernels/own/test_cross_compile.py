@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from loka.kernels.triton.tiles import GEMM_TILES, Tiles
+from loka.kernels.triton.block import NORM_ROWS
+from loka.kernels.triton.tiles import GEMM_TILES, NormBlocks, Tiles, choose_backward_tiles, choose_block_tiles, is_promoted
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs the package triton", allow_module_level=True)
@@ -57,10 +58,56 @@ def gemm_case(tiles: Tiles, *, promoted: bool) -> dict[str, Any]:
 
 def grouped_case(tiles: Tiles) -> dict[str, Any]:
     arguments = {"a_desc": tiles_of(tiles.rows), "b_desc": tiles_of(tiles.cols), "a_scale_ptr": FP32, "b_scale_ptr": FP32,
-                 "out_ptr": FP32, **integers("m", "n", "groups", "groups_of_split")}  # fmt: skip
-    constants = {"ROWS": tiles.rows, "COLS": tiles.cols, "DEPTH": 128, "STEPS": 2, "B_SCALES": "grouped"}
+                 "out_ptr": FP32, "b_factor": "fp32", **integers("m", "n", "groups", "groups_of_split")}  # fmt: skip
+    constants = {"ROWS": tiles.rows, "COLS": tiles.cols, "DEPTH": 128, "STEPS": 2, "B_ROWWISE": True}
     return {"module": "gemm_kernels", "kernel": "grouped_gemm_kernel", "arguments": arguments, "constants": constants,
             "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
+
+
+OUTPUTS = {"y_ptr": BF16, "codes_ptr": FP8, "codes_t_ptr": FP8, "normed_ptr": FP8, "rstd_ptr": FP32}
+FORMS = {"HIGH": True, "CODES": True, "CODES_T": True, "SAVED": True}
+
+
+def forward_case(m: int, n: int, k: int, *, bias: bool = False, **forms: bool) -> dict[str, Any]:
+    blocks = NormBlocks(n, 256)
+    tiles = choose_block_tiles(m, blocks, k, 132, has_bias=bias)
+    arguments = {
+        "x_desc": tiles_of(tiles.rows), "w_desc": tiles_of(tiles.cols), "x_scale_ptr": FP32, "w_scale_ptr": FP32,
+        "bias_ptr": BF16, **OUTPUTS, "eps": "fp32", "x_factor": "fp32", "codes_per_unit": "fp32",
+        **integers("m", "n", "k", "blocks", "codes_stride", "codes_t_stride"),
+    }  # fmt: skip
+    constants = {
+        "ROWS": tiles.rows, "COLS": tiles.cols, "WIDTH": blocks.width, "WIDER": blocks.wider, "DEPTH": 128,
+        "PROMOTED": is_promoted(k), "X_ROWWISE": True, "HAS_BIAS": bias, "ACTIVATION": "hard_swish", **FORMS, **forms,
+    }  # fmt: skip
+    return {"module": "block_kernels", "kernel": "block_forward_kernel", "arguments": arguments, "constants": constants,
+            "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
+
+
+def backward_case(m: int, n: int) -> dict[str, Any]:
+    blocks = NormBlocks(n, 256)
+    tiles = choose_backward_tiles(m, blocks, sms=132)
+    arguments = {
+        "dy_ptr": BF16, "normed_ptr": FP8, "rstd_ptr": FP32, "dz_ptr": FP8, "dz_scale_ptr": FP32, "dz_t_ptr": FP8,
+        "dz_t_scale_ptr": FP32, "bias_grad_ptr": FP32, "unit": "fp32",
+        **integers("m", "n", "dy_stride", "normed_stride", "blocks", "groups"),
+    }  # fmt: skip
+    constants = {
+        "ROWS": tiles.rows, "STEPS": tiles.steps, "COLS": blocks.room, "WIDTH": blocks.width, "WIDER": blocks.wider,
+        "ACTIVATION": "hard_swish", "PLAIN": True, "TRANS": True, "BIAS": False,
+    }  # fmt: skip
+    return {"module": "block_kernels", "kernel": "block_backward_kernel", "arguments": arguments, "constants": constants,
+            "warps": tiles.warps, "stages": 3}  # fmt: skip
+
+
+def norm_case(n: int) -> dict[str, Any]:
+    blocks = NormBlocks(n, 256)
+    arguments = {"z_ptr": BF16, **OUTPUTS, "eps": "fp32", "codes_per_unit": "fp32",
+                 **integers("m", "n", "z_stride", "blocks", "codes_stride", "codes_t_stride")}  # fmt: skip
+    constants = {"ROWS": NORM_ROWS, "COLS": blocks.room, "WIDTH": blocks.width, "WIDER": blocks.wider,
+                 "ACTIVATION": "none", **FORMS}  # fmt: skip
+    return {"module": "block_kernels", "kernel": "norm_forward_kernel", "arguments": arguments, "constants": constants,
+            "warps": 4, "stages": 3}  # fmt: skip
 
 
 def is_widest(tiles: Tiles) -> bool:
@@ -76,6 +123,15 @@ CASES = {
     "cast narrow rows": rowwise_case(16, 256),
     **{f"gemm {t.rows}x{t.cols}": gemm_case(t, promoted=not is_widest(t)) for t in GEMM_TILES},
     **{f"grouped gemm {t.rows}x{t.cols}": grouped_case(t) for t in GEMM_TILES if not is_widest(t)},
+    "block forward, small": forward_case(2048, 768, 256),
+    "block forward, large": forward_case(12288, 4096, 4096),
+    "block forward, large, serving": forward_case(12288, 4096, 4096, HIGH=False, CODES_T=False, SAVED=False),
+    "block forward, large, bias": forward_case(12288, 4096, 4096, bias=True),
+    "block forward, promoted": forward_case(12288, 4096, 16384),
+    "block forward, narrow": forward_case(2048, 64, 256),
+    "block backward, small": backward_case(2048, 768),
+    "block backward, large": backward_case(12288, 4096),
+    "norm to fp8": norm_case(1024),
     # What choose_tiles must not choose: its sums do not fit twice.
     "promoted 128x256": gemm_case(next(filter(is_widest, GEMM_TILES)), promoted=True),
 }
@@ -109,8 +165,8 @@ def test_products_run_on_fp8_tensor_cores_from_tma(name: str) -> None:
     assert instructions["tma load"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("cast")])
-def test_casts_move_sixteen_bytes_at_a_time(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("cast", "block", "norm"))])
+def test_memory_moves_sixteen_bytes_at_a_time(name: str) -> None:
     instructions = compiled()[name]["instructions"]
-    assert instructions["load 16 bytes"] > 0
+    assert instructions["load 16 bytes"] + instructions["tma load"] > 0
     assert instructions["store 16 bytes"] > 0

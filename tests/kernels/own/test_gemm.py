@@ -74,33 +74,33 @@ def test_compiled_products(gpu: torch.device, m: int, n: int, k: int, promoted: 
     check_gemm(m, n, k, True, True, False, torch.bfloat16, gpu, promoted=promoted)
 
 
-def check_grouped(m: int, n: int, groups: int, length: int, b_kind: str, dtype: torch.dtype, device: torch.device) -> None:
+def check_grouped(m: int, n: int, groups: int, length: int, rowwise: bool, dtype: torch.dtype, device: torch.device) -> None:
     k = groups * length
     a, b = codes(m, k, 1, device), codes(n, k, 2, device)
     a_scale = scales(groups, m, seed=3, device=device)
-    b_scale = scales(*{"one": (1, 1), "rowwise": (n, 1), "grouped": (groups, n)}[b_kind], seed=4, device=device)
-    out = grouped_gemm(a, b, a_scale, b_scale, m, n, out_dtype=dtype, b_grouped=b_kind == "grouped")
-    b_factor = b_scale.repeat_interleave(length, 0).t() if b_kind == "grouped" else b_scale
+    b_scale = scales(n, 1, seed=4, device=device) if rowwise else None
+    out = grouped_gemm(a, b, a_scale, b_scale, m, n, out_dtype=dtype, b_factor=0.25)
+    b_factor = 0.25 * (b_scale if rowwise else torch.ones(n, 1, device=device))
     assert_product(out, a.double() * a_scale.repeat_interleave(length, 0).t().double(), b.double() * b_factor.double())
 
 
 @settings(max_examples=15)
 @given(
     m=SIZES, n=SIZES, groups=st.integers(1, 4), length=st.sampled_from([32, 64, 128, 256]),
-    b_kind=st.sampled_from(["one", "rowwise", "grouped"]),
+    rowwise=st.booleans(),
 )  # fmt: skip
 def test_interpreted_grouped_products_are_exact(
-    interpreter: None, m: int, n: int, groups: int, length: int, b_kind: str
+    interpreter: None, m: int, n: int, groups: int, length: int, rowwise: bool
 ) -> None:
-    check_grouped(m, n, groups, length, b_kind, torch.float32, torch.device("cpu"))
+    check_grouped(m, n, groups, length, rowwise, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("m", "n", "groups", "length", "b_kind"), [
-    (2048, 256, 3, 256, "rowwise"), (300, 100, 4, 256, "rowwise"), (768, 256, 16, 128, "one"), (500, 70, 96, 128, "grouped")
+@pytest.mark.parametrize(("m", "n", "groups", "length", "rowwise"), [
+    (2048, 256, 3, 256, True), (300, 100, 4, 256, True), (768, 256, 16, 128, False), (500, 70, 192, 64, True)
 ])  # fmt: skip
-def test_compiled_grouped_products(gpu: torch.device, m: int, n: int, groups: int, length: int, b_kind: str) -> None:
-    check_grouped(m, n, groups, length, b_kind, torch.bfloat16, gpu)
+def test_compiled_grouped_products(gpu: torch.device, m: int, n: int, groups: int, length: int, rowwise: bool) -> None:
+    check_grouped(m, n, groups, length, rowwise, torch.bfloat16, gpu)
 
 
 class TestTiles:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-import loka.kernels.triton.casts
-import loka.kernels.triton.gemm  # noqa: F401  (both register ops)
+OPS = ("cast_e4m3", "fp8_gemm", "fp8_grouped_gemm", "block_forward", "norm_forward", "block_backward")
 
 
 def arguments(name: str) -> tuple[object, ...]:
@@ -12,12 +11,20 @@ def arguments(name: str) -> tuple[object, ...]:
     return {
         "cast_e4m3": (torch.randn(20, 30), "rowwise", 20, 32, 1.0, "1x128", 32, 32, 1.0),
         "fp8_gemm": (a, b, torch.ones(20, 1), torch.ones(1, 1), torch.randn(24), 20, 24, 32, torch.bfloat16, True),
-        "fp8_grouped_gemm": (a, b, torch.ones(1, 20), torch.ones(24, 1), 20, 24, torch.float32, False),
-    }[name]
+        "block_forward": (
+            a, None, 0.5, b, torch.ones(24), None, 20, 32, 24, 256, 1e-5, "relu", torch.bfloat16, True, True, False,
+        ),
+        "norm_forward": (torch.randn(20, 30), 256, 1e-5, "none", None, True, True, True),
+        "block_backward": (torch.randn(20, 24), torch.randn(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 20),
+                           24, 256, "relu", True, True, False),
+        "fp8_grouped_gemm": (a, b, torch.ones(1, 20), torch.ones(24, 1), 20, 24, torch.float32, 1.0),
+    }[name]  # fmt: skip
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("name", ["cast_e4m3", "fp8_gemm", "fp8_grouped_gemm"])
+@pytest.mark.parametrize(
+    "name", ["cast_e4m3", "fp8_gemm", "fp8_grouped_gemm", "block_forward", "norm_forward", "block_backward"]
+)
 def test_fake_kernels_tell_the_truth(name: str) -> None:
     op = getattr(torch.ops.loka, name).default
     torch.library.opcheck(op, arguments(name), test_utils="test_faketensor")

@@ -1,0 +1,252 @@
+"""The fused block as ops of torch: product, norm and activation in one kernel, and the gradient of norm and activation.
+
+Axes:  M rows of the batch,  N features out,  K features in,  B norm blocks,  G groups of rows in backward.
+Codes are e4m3. Behind the norm their scale is a constant, ``NormBlocks.code_scale``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from loka.kernels.operand import padded_size
+from loka.kernels.triton.gemm import descriptor
+from loka.kernels.triton.tiles import (
+    NormBlocks,
+    ceil_div,
+    choose_backward_tiles,
+    choose_block_tiles,
+    is_promoted,
+    multiprocessors,
+)
+
+ACTIVATIONS = ("none", "relu", "hard_swish")
+NORM_ROWS = 32
+
+
+class Wanted(NamedTuple):
+    """What a forward pass writes: y in a high-precision dtype, its codes, their transpose, what backward needs."""
+
+    high: torch.dtype | None = None
+    codes: bool = False
+    transposed: bool = False
+    saved: bool = False
+
+
+class BlockOutputs(NamedTuple):
+    """What was not wanted has no elements. Codes are stored with a multiple of 16 columns: behind the first N or M lies
+    nothing that may be read."""
+
+    y_MN: Tensor
+    codes_MN: Tensor
+    codes_NM: Tensor
+    normed_MN: Tensor  # codes of what the norm returned, before the activation
+    rstd_BM: Tensor
+
+
+class BlockGradients(NamedTuple):
+    """dz as backward's products read it; what was not wanted has no elements."""
+
+    codes_MN: Tensor  # (M, B·room): each norm block in a tile's columns, zeros behind it
+    scale_BM: Tensor
+    codes_NM: Tensor  # (N, G·group)
+    scale_GN: Tensor
+    bias_N: Tensor
+
+
+def block_forward(
+    x_MK: Tensor, x_scale_M: Tensor | None, x_factor: float, w_NK: Tensor, w_scale_N: Tensor, bias_N: Tensor | None,
+    m: int, k: int, blocks: NormBlocks, eps: float, activation: str, wanted: Wanted,
+) -> BlockOutputs:  # fmt: skip
+    """activation(norm(x·wᵀ + b)) of codes: x with the scale ``x_factor``, times one a row if given, w with one a row."""
+    return BlockOutputs(
+        *torch.ops.loka.block_forward(
+            x_MK, x_scale_M, x_factor, w_NK, w_scale_N, bias_N, m, k, blocks.features, blocks.block, eps, activation, *wanted
+        )
+    )
+
+
+@torch.library.custom_op("loka::block_forward", mutates_args=())
+def _block_forward(
+    x: Tensor,
+    x_scale: Tensor | None,
+    x_factor: float,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    m: int,
+    k: int,
+    n: int,
+    block: int,
+    eps: float,
+    activation: str,
+    high: torch.dtype | None,
+    codes: bool,
+    transposed: bool,
+    saved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from loka.kernels.triton import block_kernels as kernels
+
+    blocks = NormBlocks(n, block)
+    tiles = choose_block_tiles(m, blocks, k, multiprocessors(x.device), has_bias=bias is not None)
+    out = _outputs(x, m, blocks, Wanted(high, codes, transposed, saved))
+    kernels.block_forward_kernel[(ceil_div(m, tiles.rows) * blocks.count,)](
+        descriptor(x, m, k, tiles.rows, tiles.depth), descriptor(w, n, k, tiles.cols, tiles.depth),
+        x_scale, w_scale, bias, *out,
+        m, n, k, blocks.count, eps, x_factor, 1 / blocks.code_scale, padded_size(n, 16), padded_size(m, 16),
+        ROWS=tiles.rows, COLS=tiles.cols, WIDTH=blocks.width, WIDER=blocks.wider, DEPTH=tiles.depth, PROMOTED=is_promoted(k),
+        X_ROWWISE=x_scale is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
+        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
+
+
+@_block_forward.register_fake
+def _(
+    x: Tensor,
+    x_scale: Tensor | None,
+    x_factor: float,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    m: int,
+    k: int,
+    n: int,
+    block: int,
+    eps: float,
+    activation: str,
+    high: torch.dtype | None,
+    codes: bool,
+    transposed: bool,
+    saved: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _outputs(x, m, NormBlocks(n, block), Wanted(high, codes, transposed, saved))
+
+
+def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, wanted: Wanted) -> BlockOutputs:
+    """activation(norm(z)) of a matrix that something else has written: how a standalone norm hands on FP8."""
+    return BlockOutputs(*torch.ops.loka.norm_forward(z_MN, blocks.block, eps, activation, *wanted))
+
+
+@torch.library.custom_op("loka::norm_forward", mutates_args=())
+def _norm_forward(
+    z: Tensor, block: int, eps: float, activation: str, high: torch.dtype | None, codes: bool, transposed: bool, saved: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from loka.kernels.triton import block_kernels as kernels
+
+    z = z if z.stride(1) == 1 else z.contiguous()
+    (m, n), blocks = z.shape, NormBlocks(z.shape[1], block)
+    out = _outputs(z, m, blocks, Wanted(high, codes, transposed, saved))
+    kernels.norm_forward_kernel[(ceil_div(m, NORM_ROWS) * blocks.count,)](
+        z, *out, m, n, z.stride(0), blocks.count, eps, 1 / blocks.code_scale, padded_size(n, 16), padded_size(m, 16),
+        ROWS=NORM_ROWS, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation,
+        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@_norm_forward.register_fake
+def _(
+    z: Tensor, block: int, eps: float, activation: str, high: torch.dtype | None, codes: bool, transposed: bool, saved: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _outputs(z, z.shape[0], NormBlocks(z.shape[1], block), Wanted(high, codes, transposed, saved))
+
+
+def _outputs(like: Tensor, m: int, blocks: NormBlocks, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n, fp8 = blocks.features, torch.float8_e4m3fn
+
+    def empty(rows: int, cols: int, dtype: torch.dtype, needed: bool) -> Tensor:
+        return like.new_empty((rows, cols) if needed else (0,), dtype=dtype)
+
+    return (
+        empty(m, n, wanted.high or torch.bfloat16, wanted.high is not None),
+        empty(m, padded_size(n, 16), fp8, wanted.codes),
+        empty(n, padded_size(m, 16), fp8, wanted.transposed),
+        empty(m, padded_size(n, 16), fp8, wanted.saved),
+        empty(blocks.count, m, torch.float32, wanted.saved),
+    )
+
+
+def block_backward(
+    dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str,
+    *, plain: bool, transposed: bool, bias: bool,
+) -> BlockGradients:  # fmt: skip
+    """The gradient behind activation and norm, cast for dgrad (``plain``) and wgrad (``transposed``), and the bias's."""
+    *casts, bias_sums_GN = torch.ops.loka.block_backward(
+        dy_MN, normed_MN, rstd_BM, blocks.features, blocks.block, activation, plain, transposed, bias
+    )
+    return BlockGradients._make([*casts, bias_sums_GN.sum(0)])
+
+
+@torch.library.custom_op("loka::block_backward", mutates_args=())
+def _block_backward(
+    dy: Tensor,
+    normed: Tensor,
+    rstd: Tensor,
+    n: int,
+    block: int,
+    activation: str,
+    plain: bool,
+    transposed: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from loka.kernels.triton import block_kernels as kernels
+
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    m, blocks = dy.shape[0], NormBlocks(n, block)
+    tiles = choose_backward_tiles(m, blocks, multiprocessors(dy.device))
+    groups = ceil_div(m, tiles.group)
+    out = _gradients(dy, blocks, groups, tiles.group, plain, transposed, bias)
+    kernels.block_backward_kernel[(groups * blocks.count,)](
+        dy, normed, rstd, *out,
+        m, n, dy.stride(0), normed.stride(0), blocks.count, groups, blocks.code_scale,
+        ROWS=tiles.rows, STEPS=tiles.steps, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation,
+        PLAIN=plain, TRANS=transposed, BIAS=bias, num_warps=tiles.warps,
+    )  # fmt: skip
+    return out
+
+
+@_block_backward.register_fake
+def _(
+    dy: Tensor,
+    normed: Tensor,
+    rstd: Tensor,
+    n: int,
+    block: int,
+    activation: str,
+    plain: bool,
+    transposed: bool,
+    bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    blocks = NormBlocks(n, block)
+    tiles = choose_backward_tiles(dy.shape[0], blocks, multiprocessors(dy.device))
+    return _gradients(dy, blocks, ceil_div(dy.shape[0], tiles.group), tiles.group, plain, transposed, bias)
+
+
+def _gradients(
+    dy: Tensor, blocks: NormBlocks, groups: int, group: int, plain: bool, transposed: bool, bias: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    m, n, fp8 = dy.shape[0], blocks.features, torch.float8_e4m3fn
+
+    def empty(rows: int, cols: int, dtype: torch.dtype, needed: bool) -> Tensor:
+        return dy.new_empty((rows, cols) if needed else (0, 0), dtype=dtype)
+
+    return (
+        empty(m, blocks.count * blocks.room, fp8, plain),
+        empty(blocks.count, m, torch.float32, plain),
+        empty(n, groups * group, fp8, transposed),
+        empty(groups, n, torch.float32, transposed),
+        empty(groups, n, torch.float32, bias),
+    )
+
+
+def spread_blocks(w_NK: Tensor, blocks: NormBlocks) -> Tensor:
+    """A weight's rows with each norm block at a multiple of ``room``, zeros between: the order of dz's columns."""
+    if blocks.features == blocks.count * blocks.room:
+        return w_NK
+    spread = w_NK.new_zeros((blocks.count, blocks.room, w_NK.shape[1]))
+    longer = blocks.wider * (blocks.width + 1)
+    spread[: blocks.wider, : blocks.width + 1] = w_NK[:longer].unflatten(0, (blocks.wider, blocks.width + 1))
+    spread[blocks.wider :, : blocks.width] = w_NK[longer:].unflatten(0, (-1, blocks.width))
+    return spread.flatten(0, 1)

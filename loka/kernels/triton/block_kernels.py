@@ -1,0 +1,208 @@
+"""A linear layer with the norm and the activation behind it as one kernel, and the gradient of both in one pass.
+
+Axes:  M rows of the batch,  N features, of which a program holds one whole norm block,  K contracted.
+
+    z = x·wᵀ + b        y = activation(u),  u = z·rstd,  rstd = (mean z² + ε)^−½  over the block
+    g = dy·activation′(u)        dz = rstd·(g − u·mean(g·u))
+"""
+
+import triton
+import triton.language as tl
+
+from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3
+from loka.kernels.triton.gemm_kernels import contract, tile_of
+
+
+@triton.jit
+def _columns(block, WIDTH: tl.constexpr, WIDER: tl.constexpr, COLS: tl.constexpr):
+    """A norm block's first feature, its features, which of them are there, and how many.
+
+    The first WIDER blocks have one feature more than WIDTH. Both are constants of the compiler's, which then knows how far
+    addresses are aligned.
+    """
+    offset = tl.arange(0, COLS)
+    if WIDER == 0:
+        return block * WIDTH, block * WIDTH + offset, offset < WIDTH, WIDTH
+    else:
+        size = WIDTH + (block < WIDER).to(tl.int32)
+        first = block * WIDTH + tl.minimum(block, WIDER)
+        return first, first + offset, offset < size, size
+
+
+@triton.jit
+def _activate(u, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "hard_swish":
+        return u * tl.clamp(u + 3.0, 0.0, 6.0) * (1.0 / 6.0)
+    elif ACTIVATION == "relu":
+        return tl.maximum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        return u
+
+
+@triton.jit
+def _slope(u, ACTIVATION: tl.constexpr):
+    """The derivative of the activation; at a kink, torch's choice."""
+    if ACTIVATION == "hard_swish":
+        slope = tl.where(u <= 3.0, u * (1.0 / 3.0) + 0.5, 1.0)
+        return tl.where(u < -3.0, 0.0, slope)
+    elif ACTIVATION == "relu":
+        return tl.where(u > 0.0, 1.0, 0.0)
+    else:
+        tl.static_assert(ACTIVATION == "none")
+        return tl.full(u.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _normalize_and_store(
+    z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
+    y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
+    ACTIVATION: tl.constexpr, HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
+):  # fmt: skip
+    """Norm and activation of z (0 outside the block), written in every form asked for.
+
+    HIGH is y in high precision; CODES its e4m3 codes and CODES_T their transpose; SAVED what backward needs: the codes of
+    u, and rstd (blocks × M). All codes have one constant scale, 1/``codes_per_unit``.
+    """
+    rstd_M = 1.0 / tl.sqrt(tl.sum(z_MN * z_MN, axis=1) / size + eps)
+    u_MN = z_MN * rstd_M[:, None]
+    row = index_M.to(tl.int64)
+    stored = (index_M < m)[:, None] & inside_N[None, :]
+    if SAVED:
+        tl.store(normed_ptr + row[:, None] * codes_stride + index_N[None, :], to_e4m3(u_MN * codes_per_unit), mask=stored)
+        tl.store(rstd_ptr + block * m + index_M, rstd_M, mask=index_M < m)
+    y_MN = _activate(u_MN, ACTIVATION)
+    if HIGH:
+        tl.store(y_ptr + row[:, None] * n + index_N[None, :], y_MN.to(y_ptr.dtype.element_ty), mask=stored)
+    if CODES or CODES_T:
+        codes_MN = to_e4m3(y_MN * codes_per_unit)
+        if CODES:
+            tl.store(codes_ptr + row[:, None] * codes_stride + index_N[None, :], codes_MN, mask=stored)
+        if CODES_T:  # up to the stride, so that whole vectors are stored; what is past the batch is never read
+            stored_t = inside_N[:, None] & (index_M < codes_t_stride)[None, :]
+            place = codes_t_ptr + index_N.to(tl.int64)[:, None] * codes_t_stride + index_M[None, :]
+            tl.store(place, tl.trans(codes_MN), mask=stored_t)
+
+
+@triton.jit
+def block_forward_kernel(
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr,
+    y_ptr, codes_ptr, codes_t_ptr, normed_ptr, rstd_ptr,
+    m, n, k, blocks, eps, x_factor, codes_per_unit, codes_stride, codes_t_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, DEPTH: tl.constexpr,
+    PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
+):  # fmt: skip
+    """Product, norm and activation of one norm block for ROWS rows. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
+    tile_m, block = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), blocks)
+    first_n, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
+    sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED)
+    index_M = tile_m * ROWS + tl.arange(0, ROWS)
+    w_scale_N = tl.load(w_scale_ptr + index_N, mask=inside_N, other=0.0) * x_factor
+    z_MN = tl.where(inside_N[None, :], sum_MN * w_scale_N[None, :], 0.0)
+    if X_ROWWISE:
+        z_MN *= tl.load(x_scale_ptr + index_M, mask=index_M < m, other=0.0)[:, None]
+    if HAS_BIAS:
+        z_MN += tl.load(bias_ptr + index_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
+    _normalize_and_store(
+        z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
+        y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
+        ACTIVATION, HIGH, CODES, CODES_T, SAVED,
+    )  # fmt: skip
+
+
+@triton.jit
+def norm_forward_kernel(
+    z_ptr, y_ptr, codes_ptr, codes_t_ptr, normed_ptr, rstd_ptr,
+    m, n, z_stride, blocks, eps, codes_per_unit, codes_stride, codes_t_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, ACTIVATION: tl.constexpr,
+    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
+):  # fmt: skip
+    """The same behind a z that something else has written."""
+    tile_m, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
+    index_M = tile_m * ROWS + tl.arange(0, ROWS)
+    loaded = (index_M < m)[:, None] & inside_N[None, :]
+    z_MN = tl.load(z_ptr + index_M.to(tl.int64)[:, None] * z_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
+    _normalize_and_store(
+        z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
+        y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
+        ACTIVATION, HIGH, CODES, CODES_T, SAVED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_dz(
+    dy_ptr, normed_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, normed_stride, unit,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    loaded = (index_M < m)[:, None] & inside_N[None, :]
+    row = index_M.to(tl.int64)[:, None]
+    dy_MN = tl.load(dy_ptr + row * dy_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
+    u_MN = tl.load(normed_ptr + row * normed_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32) * unit
+    rstd_M = tl.load(rstd_ptr + block * m + index_M, mask=index_M < m, other=0.0)
+    g_MN = dy_MN * _slope(u_MN, ACTIVATION)
+    mean_M = tl.sum(g_MN * u_MN, axis=1) / size
+    return rstd_M[:, None] * (g_MN - u_MN * mean_M[:, None])
+
+
+@triton.jit
+def block_backward_kernel(
+    dy_ptr, normed_ptr, rstd_ptr, dz_ptr, dz_scale_ptr, dz_t_ptr, dz_t_scale_ptr, bias_grad_ptr,
+    m, n, dy_stride, normed_stride, blocks, groups, unit,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
+    ACTIVATION: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """dz of one norm block for a group of ROWS·STEPS rows, from dy and what forward SAVED.
+
+    PLAIN: codes (M × blocks·COLS, zeros behind each block) with a scale for each row and block (blocks × M).
+    TRANS: codes (N × groups·ROWS·STEPS) with a scale for each feature and group (groups × N).
+    BIAS: the sum of dz over the group's rows (groups × N).
+    Both scales cover what one program sees, so no pass over all of dz is needed to find them.
+    """
+    group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
+    offset = tl.arange(0, COLS)
+    col_amax_N = tl.zeros((COLS,), tl.int32)
+    col_sum_N = tl.zeros((COLS,), tl.float32)
+    for step in range(STEPS):
+        index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        dz_MN = _load_dz(
+            dy_ptr, normed_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, normed_stride, unit, ACTIVATION
+        )
+        bits_MN = magnitude(dz_MN)
+        col_amax_N = tl.maximum(col_amax_N, tl.max(bits_MN, axis=0))
+        if BIAS:
+            col_sum_N += tl.sum(dz_MN, axis=0)
+        if PLAIN:
+            scale_M = scale_of(tl.max(bits_MN, axis=1))
+            codes_MN = to_e4m3(divide(dz_MN, scale_M[:, None], tl.div_rn(1.0, scale_M)[:, None]))
+            place = dz_ptr + index_M.to(tl.int64)[:, None] * (blocks * COLS) + (block * COLS + offset)[None, :]
+            tl.store(place, codes_MN, mask=(index_M < m)[:, None])
+            tl.store(dz_scale_ptr + block * m + index_M, scale_M, mask=index_M < m)
+    if BIAS:
+        tl.store(bias_grad_ptr + group * n + index_N, col_sum_N, mask=inside_N)
+    if TRANS:
+        scale_N = scale_of(col_amax_N)
+        inverse_N = tl.div_rn(1.0, scale_N)
+        tl.store(dz_t_scale_ptr + group * n + index_N, scale_N, mask=inside_N)
+        for step in range(STEPS):  # dy and u come out of the cache this time
+            index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
+            dz_MN = _load_dz(
+                dy_ptr,
+                normed_ptr,
+                rstd_ptr,
+                index_M,
+                index_N,
+                inside_N,
+                size,
+                block,
+                m,
+                dy_stride,
+                normed_stride,
+                unit,
+                ACTIVATION,
+            )
+            codes_NM = tl.trans(to_e4m3(divide(dz_MN, scale_N[None, :], inverse_N[None, :])))
+            place = dz_t_ptr + index_N.to(tl.int64)[:, None] * (groups * STEPS * ROWS) + index_M[None, :]
+            tl.store(place, codes_NM, mask=inside_N[:, None])

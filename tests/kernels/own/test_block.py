@@ -1,0 +1,214 @@
+"""The fused block's kernels against float64 of the same mathematics, on the very values their operands stand for."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from loka.kernels.operand import padded_size
+from loka.kernels.triton.block import (
+    BlockGradients,
+    BlockOutputs,
+    Wanted,
+    block_backward,
+    block_forward,
+    norm_forward,
+    spread_blocks,
+)
+from loka.kernels.triton.tiles import NormBlocks, choose_backward_tiles, choose_block_tiles
+from loka.nn.block_norm import block_sizes
+from loka.numerics.formats import decode
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
+
+EPS = 1e-5
+ALL = Wanted(torch.float32, codes=True, transposed=True, saved=True)
+SIZES = st.integers(1, 70)
+FEATURES = st.sampled_from([1, 17, 32, 64, 100, 250, 256, 257, 300, 520])
+ACTIVATION = st.sampled_from(["none", "relu", "hard_swish"])
+SUM_ERROR = {"cpu": 1e-5, "cuda": 5e-3}  # relative to a row's own size: the tensor core sums in 14 bits
+FP64 = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
+
+
+def codes(rows: int, cols: int, seed: int, device: torch.device) -> Tensor:
+    x = torch.zeros(rows, padded_size(cols, 16))
+    x[:, :cols] = 20 * torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+    return x.to(torch.float8_e4m3fn).to(device)
+
+
+def norm(z: Tensor, blocks: NormBlocks) -> tuple[Tensor, Tensor]:
+    """u and rstd, block by block."""
+    parts = z.split(block_sizes(blocks.features, blocks.block), dim=1)
+    rstd = [(part.square().mean(1) + EPS).rsqrt() for part in parts]
+    return torch.cat([part * r[:, None] for part, r in zip(parts, rstd, strict=True)], 1), torch.stack(rstd)
+
+
+def assert_codes(codes_MN: Tensor, scale: Tensor | float, expected: Tensor, slack: float) -> None:
+    """Rounded to e4m3: half a step of the value's binade or of the subnormals, and ``slack`` for the sum before it."""
+    scale = torch.as_tensor(scale, dtype=torch.float64, device=expected.device)
+    error = (decode(codes_MN, torch.float64) * scale - expected).abs()
+    allowed = (expected.abs() * 2.0**-4).clamp(min=2.0**-10 * scale) * (1 + 1e-6) + slack
+    assert (error <= allowed).all(), f"{int((error > allowed).sum())} of {error.numel()} codes are off"
+
+
+def check_outputs(out: BlockOutputs, z: Tensor, blocks: NormBlocks, activation: str, slack: float) -> None:
+    m, n = z.shape
+    u, rstd = norm(z, blocks)
+    y = FP64[activation](u)
+    torch.testing.assert_close(out.y_MN.double(), y, rtol=slack, atol=slack)
+    torch.testing.assert_close(out.rstd_BM.double(), rstd, rtol=max(slack, 1e-5), atol=0)
+    for got, expected in ((out.codes_MN[:, :n], y), (out.normed_MN[:, :n], u), (out.codes_NM[:, :m].t(), y)):
+        assert_codes(got, blocks.code_scale, expected, 3 * slack)
+
+
+def check_forward(m: int, k: int, blocks: NormBlocks, activation: str, rowwise: bool, bias: bool, device: torch.device) -> None:
+    n = blocks.features
+    x, w = codes(m, k, 1, device), codes(n, k, 2, device)
+    w_scale = torch.rand(n, 1, device=device) + 0.5
+    x_scale = torch.rand(m, 1, device=device) + 0.5 if rowwise else None
+    bias_N = 100 * torch.randn(n, device=device) if bias else None
+    out = block_forward(x, x_scale, 0.25, w, w_scale, bias_N, m, k, blocks, EPS, activation, ALL)
+    x_values = decode(x[:, :k], torch.float64) * 0.25 * (1 if x_scale is None else x_scale.double())
+    z = x_values @ (decode(w[:, :k], torch.float64) * w_scale.double()).t() + (0 if bias_N is None else bias_N.double())
+    check_outputs(out, z, blocks, activation, SUM_ERROR[device.type] * math.sqrt(blocks.width))
+
+
+@settings(max_examples=25)
+@given(
+    m=st.integers(1, 70), k=st.integers(1, 300), n=FEATURES, activation=ACTIVATION, rowwise=st.booleans(), bias=st.booleans()
+)
+def test_interpreted_forward(interpreter: None, m: int, k: int, n: int, activation: str, rowwise: bool, bias: bool) -> None:
+    check_forward(m, k, NormBlocks(n, 256), activation, rowwise, bias, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "k", "n", "activation"), [
+    (2048, 256, 768, "hard_swish"), (12288, 1024, 1024, "hard_swish"), (300, 100, 1000, "relu"), (77, 12288, 257, "none"),
+])  # fmt: skip
+def test_compiled_forward(gpu: torch.device, m: int, k: int, n: int, activation: str) -> None:
+    check_forward(m, k, NormBlocks(n, 256), activation, True, False, gpu)
+
+
+@settings(max_examples=12)
+@given(m=st.integers(1, 70), n=FEATURES, activation=ACTIVATION, block=st.sampled_from([64, 256]))
+def test_interpreted_norm_to_fp8(interpreter: None, m: int, n: int, activation: str, block: int) -> None:
+    z = torch.randn(m, n + 3).exp()[:, :n] - 1  # rows with gaps between them
+    blocks = NormBlocks(n, block)
+    check_outputs(norm_forward(z, blocks, EPS, activation, ALL), z.double(), blocks, activation, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n"), [(2048, 1024), (100, 1000)])
+def test_compiled_norm_to_fp8(gpu: torch.device, m: int, n: int) -> None:
+    z, blocks = torch.randn(m, n, device=gpu, dtype=torch.bfloat16), NormBlocks(n, 256)
+    check_outputs(norm_forward(z, blocks, EPS, "none", ALL), z.double(), blocks, "none", 1e-5)
+
+
+def dz_reference(dy: Tensor, normed: Tensor, rstd: Tensor, blocks: NormBlocks, activation: str) -> Tensor:
+    """The gradient by autograd: through z = u/rstd, at float64."""
+    sizes = block_sizes(blocks.features, blocks.block)
+    rstd_MN = torch.repeat_interleave(rstd.t(), torch.tensor(sizes, device=dy.device), dim=1)
+    z = (normed / rstd_MN).requires_grad_()
+    # ε is what makes rstd the root of the mean square: solved for here, since the codes of u are rounded.
+    parts = [
+        (part * (part.square().mean(1) + (1 / r.square() - part.detach().square().mean(1))).rsqrt()[:, None])
+        for part, r in zip(z.split(sizes, 1), rstd, strict=True)
+    ]
+    FP64[activation](torch.cat(parts, 1)).backward(dy)
+    assert z.grad is not None
+    return z.grad
+
+
+def check_backward(m: int, blocks: NormBlocks, activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    n = blocks.features
+    out = norm_forward(torch.randn(m, n, device=device) + 0.3, blocks, EPS, activation, ALL)
+    dy = (1e-4 * torch.randn(m, n, device=device) * torch.randn(m, 1, device=device).exp()).to(dtype)
+    got = block_backward(dy, out.normed_MN, out.rstd_BM, blocks, activation, plain=True, transposed=True, bias=True)
+    normed = decode(out.normed_MN[:, :n], torch.float64) * blocks.code_scale
+    dz = dz_reference(dy.double(), normed, out.rstd_BM.double(), blocks, activation)
+    check_gradients(got, dz, blocks, slack=1e-6 * float(dy.abs().max() * out.rstd_BM.max()))
+
+
+def check_gradients(got: BlockGradients, dz: Tensor, blocks: NormBlocks, slack: float) -> None:
+    """``slack`` is for the difference inside dz, which can be much smaller than what it is the difference of."""
+    m, n = dz.shape
+    spread = spread_blocks(dz.t(), blocks).t()
+    scale_MN = got.scale_BM.t().repeat_interleave(blocks.room, 1)
+    assert_codes(got.codes_MN, scale_MN, spread, slack)
+    assert_scales(got.scale_BM, torch.stack([part.abs().amax(1) for part in dz.split(block_sizes(n, blocks.block), 1)]), slack)
+
+    group = got.codes_NM.shape[1] // got.scale_GN.shape[0]
+    padded = F.pad(dz, (0, 0, 0, got.codes_NM.shape[1] - m))
+    assert_codes(got.codes_NM.t(), got.scale_GN.repeat_interleave(group, 0), padded, slack)
+    assert_scales(got.scale_GN, padded.unflatten(0, (-1, group)).abs().amax(1), slack)
+    torch.testing.assert_close(got.bias_N.double(), dz.sum(0), rtol=1e-4, atol=m * slack)
+
+
+def assert_scales(scale: Tensor, amax: Tensor, slack: float) -> None:
+    some = amax > slack  # elsewhere all is rounding, and a scale of 1 or of next to nothing are both right
+    torch.testing.assert_close(scale.double()[some], amax[some] / 448, rtol=1e-4, atol=slack / 448)
+
+
+@settings(max_examples=20)
+@given(m=st.integers(1, 150), n=FEATURES, activation=ACTIVATION, fp32=st.booleans())
+def test_interpreted_backward(interpreter: None, m: int, n: int, activation: str, fp32: bool) -> None:
+    torch.manual_seed(m)
+    check_backward(m, NormBlocks(n, 256), activation, torch.float32 if fp32 else torch.bfloat16, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "n", "activation"), [(2048, 768, "hard_swish"), (12288, 1024, "hard_swish"), (300, 1000, "relu")]
+)
+def test_compiled_backward(gpu: torch.device, m: int, n: int, activation: str) -> None:
+    check_backward(m, NormBlocks(n, 256), activation, torch.bfloat16, gpu)
+
+
+def test_nonfinite_rows_stay_visible(where: torch.device) -> None:
+    z = torch.randn(4, 300, device=where)
+    z[1, 5], z[2, 299] = float("nan"), float("inf")
+    blocks = NormBlocks(300, 256)
+    out = norm_forward(z, blocks, EPS, "relu", ALL)
+    for got in (out.y_MN, decode(out.codes_MN)[:, :300], decode(out.codes_NM)[:, :4].t(), decode(out.normed_MN)[:, :300]):
+        assert got[1, :150].isnan().all()
+        assert got[2, 299].isnan()
+        assert got[[0, 3]].isfinite().all()
+    dy = torch.ones(4, 300, device=where)
+    dy[0, 0] = float("nan")
+    dz = block_backward(dy, out.normed_MN, out.rstd_BM, blocks, "relu", plain=True, transposed=True, bias=False)
+    assert decode(dz.codes_MN)[0, :150].isnan().all()
+    assert decode(dz.codes_NM)[0].isnan().all()
+    assert decode(dz.codes_MN)[3].isfinite().all()
+
+
+@given(n=st.integers(1, 5000), block=st.integers(1, 256))
+def test_blocks_are_those_of_the_norm(n: int, block: int) -> None:
+    blocks = NormBlocks(n, block)
+    sizes = block_sizes(n, block)
+    assert (blocks.width + 1,) * blocks.wider + (blocks.width,) * (blocks.count - blocks.wider) == sizes
+    assert blocks.room >= max(sizes)
+    assert blocks.code_scale * 448 == pytest.approx(math.sqrt(max(sizes)))
+
+
+@given(n=st.integers(1, 1200), block=st.sampled_from([100, 256]))
+def test_spread_weights_keep_blocks_apart(n: int, block: int) -> None:
+    blocks = NormBlocks(n, block)
+    w = torch.arange(1.0, n + 1)[:, None]
+    spread = spread_blocks(w, blocks).unflatten(0, (blocks.count, blocks.room))
+    for part, tile in zip(w.split(block_sizes(n, block)), spread, strict=True):
+        assert torch.equal(tile[: len(part)], part)
+        assert tile[len(part) :].eq(0).all()
+
+
+def test_tiles_hold_a_block_and_fill_the_machine() -> None:
+    assert choose_block_tiles(12288, NormBlocks(4096, 256), 4096, 132, has_bias=False).rows == 128
+    assert choose_block_tiles(12288, NormBlocks(4096, 256), 4096, 132, has_bias=True).rows == 64
+    assert choose_block_tiles(2048, NormBlocks(768, 256), 256, 132, has_bias=False).rows == 64
+    assert choose_block_tiles(12288, NormBlocks(4096, 256), 16384, 132, has_bias=False).rows == 64  # promoted
+    assert choose_block_tiles(2048, NormBlocks(100, 256), 256, 132, has_bias=False).cols == 128
+    assert choose_backward_tiles(12288, NormBlocks(1024, 256), 132).group == 128
+    assert choose_backward_tiles(2048, NormBlocks(768, 256), 132).group == 64
