@@ -40,7 +40,7 @@ def _sign_of_training(module: nn.Module) -> str | None:
                 return f"has a {name} that differs from feature to feature"
     if isinstance(module, nn.Linear) and module.bias is not None and not _is_constant(module.bias):
         bound = 1 / math.sqrt(max(module.in_features, 1))
-        if module.bias.abs().max() > bound * (1 + 1e-2):  # 1 % for initial values rounded to bf16
+        if module.bias.abs().max().item() > 1.01 * bound:  # 1 % for initial values rounded to bf16
             return f"has a bias outside its initial ±{bound:.3g}"
     return None
 

@@ -30,6 +30,24 @@ class TestLeftAlone:
         assert reasons(report) == {"no_bias 6": "is a prediction head: its output is the model's"}
         assert mlp[6].bias is not None
 
+    def test_what_may_be_a_head(self) -> None:
+        class Branching(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.hidden, self.heads = nn.Linear(6, 8), nn.Linear(8, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.hidden(x).relu()
+                return self.heads(y) if y.sum() > 0 else self.heads(-y)
+
+        unsure = "may be a prediction head: who reads its output shows only in a run, so pass example="
+        report = loka.apply_mods(Branching())
+        assert not report.changes
+        assert reasons(report) == {"no_bias hidden": unsure, "no_bias heads": unsure}
+        report = loka.apply_mods(Branching(), example=(torch.randn(4, 6),))
+        assert changed(report) == ["no_bias hidden"]
+        assert reasons(report) == {"no_bias heads": "is a prediction head: its output is the model's"}
+
     def test_subclasses_and_look_alikes(self) -> None:
         class MyLinear(nn.Linear):
             pass
@@ -316,6 +334,12 @@ class TestTrained:
         for optimizer in optimizers:
             assert loka.apply_mods(mlp, optimizer=optimizer, dry_run=True).trained is None
         assert len(loka.apply_mods(mlp).changes) == 5
+
+    def test_rounding_an_initial_bias_to_bf16_does_not(self) -> None:
+        layer = nn.Linear(5, 2)
+        layer.bias = nn.Parameter(torch.tensor([0.1, 0.4472]).bfloat16())  # below 1/√5, and above once rounded
+        assert layer.bias.max().item() > 5**-0.5
+        assert loka.apply_mods(nn.Sequential(layer, nn.SiLU()), dry_run=True).trained is None
 
 
 class TestReport:

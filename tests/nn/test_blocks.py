@@ -226,6 +226,20 @@ class TestOddModels:
         assert (found.of("tied").same_weight, found.of("other").same_weight) == (("other",), ("tied",))
         assert found.of("tied").notes == ("head", "shares its weight with other")
 
+    def test_what_follows_must_be_the_same_in_every_call(self, with_example: bool) -> None:
+        class TwoActivations(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+                self.relu, self.silu = nn.ReLU(), nn.SiLU()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.silu(self.norm(self.linear(self.relu(self.norm(self.linear(x))))))
+
+        (block,) = self.find(TwoActivations(), with_example)
+        assert (block.norm, block.activation) == (Follower("LayerNorm", "norm"), None)
+        assert {consumer.name for consumer in block.consumers} == {"relu", "silu"}
+
     def test_parameters_read_past_their_module(self, with_example: bool) -> None:
         found = self.find(ReadsParameters(), with_example, 4)
         assert (found.of("functional").calls, found.of("functional").read_by) == (0, "linear")
@@ -353,6 +367,12 @@ def test_one_untraceable_module_costs_only_itself() -> None:
     assert negative.consumers == (Consumer(Kind.UNKNOWN, "wrapped.2"),)
     assert (positive.calls, negative.calls, found.of("head").calls) == (None, None, 1)
     assert [block.is_head for block in found] == [False, False, False, True]  # behind the branch comes a norm
+    assert found.of("head").consumers == (Consumer(Kind.OUTPUT, "output"),)  # arguments left out keep their default
+
+
+def test_a_head_inside_an_untraceable_module_is_known_by_where_that_is_called() -> None:
+    found = find_blocks(nn.Sequential(nn.Linear(4, 4), Fallible.Branch(), nn.Flatten()))
+    assert {block.site: block.is_head for block in found} == {"0": False, "1.positive.0": False, "1.negative.0": True}
 
 
 def test_a_run_takes_the_branch_that_the_example_takes() -> None:
@@ -388,7 +408,7 @@ class AnyPython(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.third, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.compiled = torch.compile(lambda x: x.relu() + 1, backend="eager")
+        self.compiled = torch.compile(lambda x: x.relu() + 1, backend=lambda *_: pytest.fail("compiled in a recorded run"))
 
     def forward(self, inputs: Inputs) -> Outputs:
         y = self.first(inputs.x)
