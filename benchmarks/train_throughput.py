@@ -10,7 +10,7 @@ its time budget keeps what it has, and the same call again measures the rest.
 import argparse
 import gc
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -63,8 +63,12 @@ def make_table(results: GatheredResults) -> str:
         if "failed" in row:
             rows.append([*cells, row["failed"], *[""] * (len(header) - 4)])
             continue
-        shares = [f"{100 * row['shares'][kind]:.1f} %" for kind in Kind]
-        rows.append([*cells, f"{row['samples_per_s']:,.0f}", f"{row['step_ms']:.2f}", f"{100 * row['busy']:.0f} %", *shares])
+        cells += [f"{row['samples_per_s']:,.0f}", f"{row['step_ms']:.2f}"]
+        if row["busy"] is None:
+            cells += ["not known", *["" for _ in Kind]]
+        else:
+            cells += [f"{100 * row['busy']:.0f} %", *(f"{100 * row['shares'][kind]:.1f} %" for kind in Kind)]
+        rows.append(cells)
     return markdown_table(header, rows)
 
 
@@ -94,7 +98,8 @@ def main() -> None:
                     continue
                 row: dict = {"model": model, "preset": preset, "batch_size": batch_size}
                 try:
-                    row |= asdict(measure(model, preset, batch_size, device))
+                    profile = measure(model, preset, batch_size, device)
+                    row |= asdict(profile if profile.is_sound else replace(profile, busy=None, shares={}))
                 except torch.OutOfMemoryError:
                     row["failed"] = "out of memory"
                 if device.type == "cuda":
@@ -106,7 +111,8 @@ def main() -> None:
         return
     table = make_table(results)
     how = "bf16 by autocast, dense part compiled" if device.type == "cuda" else "fp32, eager"
-    notes = f"Whole training steps on the synthetic stream, {how}. Shares are of kernel time; busy is kernel time ÷ step time."
+    notes = f"Whole training steps on the synthetic stream, {how}. Shares are of kernel time; busy is kernel time ÷ step time. "
+    notes += "Not known: the profiler told of more kernel time than the step took, which cannot be."
     path = results.write_markdown(f"{notes}\n\n{table}")
     print(table)
     print(f"\n{path}\n{results.json_path}")

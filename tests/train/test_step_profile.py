@@ -1,9 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
+from torch.autograd import DeviceType
 
 from loka.data.dataset import open_dataset
 from loka.models.registry import build_model
 from loka.train.config import TrainConfig
-from loka.train.step_profile import Kind, TimedKernel, kind_of, profile_step, shares_of
+from loka.train.step_profile import Kind, StepProfile, TimedKernel, kernels_on_device, kind_of, profile_step, shares_of
 from loka.train.trainer import Trainer
 
 BACKWARD = "autograd::engine::evaluate_function: "
@@ -54,6 +57,39 @@ def test_shares_are_by_time_and_add_up():
     assert shares[Kind.GEMM] == pytest.approx(0.6)
     assert shares[Kind.REST] == pytest.approx(0.4)
     assert sum(shares.values()) == pytest.approx(1)
+
+
+class DeviceEvent:
+    """As the profiler's: methods, not attributes."""
+
+    def __init__(self, name, start, duration, launcher=0, device=DeviceType.CUDA):
+        self.name, self.start_ns, self.duration_ns = (lambda: name), (lambda: start), (lambda: duration)
+        self.linked_correlation_id, self.device_type = (lambda: launcher), (lambda: device)
+
+
+def test_a_kernel_counts_once_and_knows_who_launched_it():
+    step = SimpleNamespace(id=1, name="Optimizer.step#AdamW.step", cpu_parent=None, is_user_annotation=True)
+    adam = SimpleNamespace(id=2, name="aten::_fused_adamw_", cpu_parent=step, is_user_annotation=False)
+    launch = SimpleNamespace(id=2, name="cudaLaunchKernel", cpu_parent=adam, is_user_annotation=False)  # the same number
+    first, second = DeviceEvent("multi_tensor", 0, 5000, 2), DeviceEvent("multi_tensor", 6000, 7000, 2)
+    others = [
+        DeviceEvent("Optimizer.step#AdamW.step", 0, 13000, 1),  # the range, mirrored onto the device
+        DeviceEvent("aten::_fused_adamw_", 0, 9000, device=DeviceType.CPU),
+        DeviceEvent("memset", 20000, 1000, 77),
+    ]
+    kernels = list(kernels_on_device([step, adam, launch], [first, second, first, *others]))
+    ops = ("aten::_fused_adamw_", "Optimizer.step#AdamW.step")
+    assert kernels == [
+        TimedKernel("multi_tensor", ops, 5.0),
+        TimedKernel("multi_tensor", ops, 7.0),
+        TimedKernel("memset", (), 1.0),
+    ]
+    assert kind_of(kernels[0], compiled=True) is Kind.OPTIMIZER
+
+
+def test_a_profile_with_more_kernel_time_than_step_is_not_believed():
+    assert StepProfile(1.0, 1.0, busy=1.0, shares={}).is_sound
+    assert not StepProfile(1.0, 1.0, busy=18.2, shares={}).is_sound
 
 
 def test_a_step_on_the_cpu_has_a_share_of_every_kind_it_does():
