@@ -78,9 +78,12 @@ def _by_caster(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict[
     return shares
 
 
-@torch.compiler.assume_constant_result
 def _device_of(device: torch.device) -> Device:
     return device_of(device)
+
+
+# What torch.compiler.assume_constant_result sets; the decorator itself would import the whole compiler with this file.
+_device_of._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
 
 
 def _device(tensor: Tensor) -> Device:
