@@ -376,7 +376,9 @@ def test_a_head_inside_an_untraceable_module_is_known_by_where_that_is_called() 
 
 
 def test_a_run_takes_the_branch_that_the_example_takes() -> None:
-    found = find_blocks(Fallible(), (torch.ones(2, 4),))
+    model = Fallible()
+    nn.init.ones_(model.wrapped[0].weight)
+    found = find_blocks(model, (torch.ones(2, 4),))
     assert (found.of("wrapped.2.positive.0").calls, found.of("wrapped.2.negative.0").calls) == (1, 0)
     assert found.of("wrapped.2.positive.0").consumers == (Consumer(Kind.OTHER, "mul"),)
 
