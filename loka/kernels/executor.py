@@ -38,15 +38,15 @@ class SiteExecutor:
 
     def __init__(self, kernels: SiteKernels) -> None:
         self.kernels: Mapping[Role, Kernel] = {role: KERNELS.get(kernels.of(role)) for role in Role}
-        self.forms: Mapping[TensorName, tuple[Form, ...]] = {name: self._forms_of(name) for name in TensorName}
+        self.forms: Mapping[TensorName, tuple[Form, ...]] = {name: self.forms_for(name, tuple(Role)) for name in TensorName}
 
     def forms_for(self, name: TensorName, roles: tuple[Role, ...]) -> tuple[Form, ...]:
         """The distinct forms of a tensor that ``roles`` read, each once: this is where casts are shared."""
         forms: dict[Form, None] = {}
         for role in roles:
-            for source, spec in zip(SOURCES[role], self.kernels[role].operands(role), strict=True):
+            for source, form in zip(SOURCES[role], self.operand_forms(role), strict=True):
                 if source.tensor is name:
-                    forms[Form(spec, source.transposed)] = None
+                    forms[form] = None
         return tuple(forms)
 
     def cast(self, name: TensorName, tensor: Tensor, roles: tuple[Role, ...]) -> dict[Form, Operand]:
@@ -72,6 +72,3 @@ class SiteExecutor:
         a_spec, b_spec = self.kernels[role].operands(role)
         a_source, b_source = SOURCES[role]
         return Form(a_spec, a_source.transposed), Form(b_spec, b_source.transposed)
-
-    def _forms_of(self, name: TensorName) -> tuple[Form, ...]:
-        return self.forms_for(name, tuple(Role))
