@@ -1,6 +1,6 @@
 """Compiling our kernels for Hopper on a machine without a GPU, and reading what came of it.
 
-A script: takes {name: case} as JSON on standard input, prints {name: registers, spilled_bytes, instructions}.
+A script: takes {name: case} as JSON on standard input, prints {name: registers, spilled_bytes, halved_pairs, …}.
 """
 
 import importlib
@@ -39,8 +39,19 @@ def compile_for_hopper(
         "registers": usage["REG"],
         "spilled_bytes": usage["STACK"] + usage["LOCAL"],
         "shared_bytes": compiled.metadata.shared,
+        "halved_pairs": len(halved_pairs(compiled.asm["ptx"])),
         "instructions": {name: len(re.findall(pattern, compiled.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()},
     }
+
+
+def halved_pairs(ptx: str) -> set[str]:
+    """Registers with a pair of e4m3 codes that are packed into a larger one and also used by themselves."""
+    pairs = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)", ptx))
+    packed, alone = set(), set()
+    for line in ptx.splitlines():
+        if "e4m3x2" not in line:
+            (packed if "mov.b32" in line else alone).update(pairs.intersection(re.findall(r"%rs\d+", line)))
+    return packed & alone
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

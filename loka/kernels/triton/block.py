@@ -32,6 +32,10 @@ class Wanted(NamedTuple):
     transposed: bool = False
     saved: bool = False
 
+    @property
+    def forms(self) -> int:
+        return (self.high is not None) + self.codes + self.transposed + self.saved
+
 
 class BlockOutputs(NamedTuple):
     """What was not wanted has no elements. Codes are stored with a multiple of 16 columns: behind the first N or M lies
@@ -87,9 +91,9 @@ def _block_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from loka.kernels.triton import block_kernels as kernels
 
-    blocks = NormBlocks(n, block)
-    tiles = choose_block_tiles(m, blocks, k, multiprocessors(x.device), has_bias=bias is not None)
-    out = _outputs(x, m, blocks, Wanted(high, codes, transposed, saved))
+    blocks, wanted = NormBlocks(n, block), Wanted(high, codes, transposed, saved)
+    tiles = choose_block_tiles(m, blocks, k, multiprocessors(x.device), has_bias=bias is not None, forms=wanted.forms)
+    out = _outputs(x, m, blocks, wanted)
     kernels.block_forward_kernel[(ceil_div(m, tiles.rows) * blocks.count,)](
         descriptor(x, m, k, tiles.rows, tiles.depth), descriptor(w, n, k, tiles.cols, tiles.depth),
         x_scale, w_scale, bias, *out,

@@ -9,8 +9,6 @@ import triton.language as tl
 
 from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3
 
-PARTS_AT_ONCE = tl.constexpr(8)
-
 
 @triton.jit
 def _load_tile(x_ptr, row, col, rows, cols, row_stride):
@@ -19,24 +17,15 @@ def _load_tile(x_ptr, row, col, rows, cols, row_stride):
 
 
 @triton.jit
-def _amax_of_parts(part_ptr, parts, index, size, LENGTH: tl.constexpr):
-    """The largest of ``parts`` partial amaxes, at each ``index`` of an axis of ``size``."""
-    amax = tl.zeros((LENGTH,), tl.int32)
-    for first in range(0, parts, PARTS_AT_ONCE):
-        part = first + tl.arange(0, PARTS_AT_ONCE)
-        inside = (part < parts)[:, None] & (index < size)[None, :]
-        bits = tl.load(part_ptr + part.to(tl.int64)[:, None] * size + index[None, :], mask=inside, other=0)
-        amax = tl.maximum(amax, tl.max(bits, axis=0))
-    return amax
-
-
-@triton.jit
 def amax_kernel(
     x_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     rows, cols, row_stride, tiles_down,
     ROWS: tl.constexpr, COLS: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, OF_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Amaxes of one strip of ``tiles_down`` tiles: of its rows (col strip × R), its columns (row strip × C), all of it."""
+    """Raises the amaxes of rows, of columns and of all (from 0) to those of one strip of ``tiles_down`` tiles.
+
+    A maximum is the same in whatever order programs get to it.
+    """
     row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
     col = col_strip * COLS + tl.arange(0, COLS)
     col_amax = tl.zeros((COLS,), tl.int32)
@@ -44,28 +33,25 @@ def amax_kernel(
         row = (row_strip * tiles_down + tile) * ROWS + tl.arange(0, ROWS)
         bits = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
         if OF_ROWS:
-            tl.store(row_amax_ptr + col_strip.to(tl.int64) * rows + row, tl.max(bits, axis=1), mask=row < rows)
+            tl.atomic_max(row_amax_ptr + row, tl.max(bits, axis=1), mask=row < rows, sem="relaxed")
         col_amax = tl.maximum(col_amax, tl.max(bits, axis=0))
     if OF_COLS:
-        tl.store(col_amax_ptr + row_strip.to(tl.int64) * cols + col, col_amax, mask=col < cols)
+        tl.atomic_max(col_amax_ptr + col, col_amax, mask=col < cols, sem="relaxed")
     if OF_ALL:
-        tl.store(all_amax_ptr + tl.program_id(0), tl.max(col_amax, axis=0))
+        tl.atomic_max(all_amax_ptr, tl.max(col_amax, axis=0), sem="relaxed")
 
 
 @triton.jit
 def _scales(
-    bits_AB, index_A, size_A, amax_A_ptr, parts_A, all_amax_ptr, parts_all, static_scale,
-    A: tl.constexpr, PARTS_ALL: tl.constexpr, SCALING: tl.constexpr,
+    bits_AB, index_A, size_A, amax_A_ptr, all_amax_ptr, static_scale, A: tl.constexpr, SCALING: tl.constexpr
 ):  # fmt: skip
     """The scale of each entry of axis A of a tile, axis B being contracted."""
     if SCALING == "static":
         return tl.zeros((A,), tl.float32) + static_scale
     elif SCALING == "tensorwise":
-        part = tl.arange(0, PARTS_ALL)
-        amax = tl.max(tl.load(all_amax_ptr + part, mask=part < parts_all, other=0), axis=0)
-        return scale_of(tl.zeros((A,), tl.int32) + amax)
+        return scale_of(tl.zeros((A,), tl.int32) + tl.load(all_amax_ptr))
     elif SCALING == "rowwise":
-        return scale_of(_amax_of_parts(amax_A_ptr, parts_A, index_A, size_A, A))
+        return scale_of(tl.load(amax_A_ptr + index_A, mask=index_A < size_A, other=0))
     elif SCALING == "1x128":
         return scale_of(tl.max(bits_AB, axis=1))
     else:
@@ -102,8 +88,8 @@ def _store_codes(
 def cast_kernel(
     x_ptr, plain_ptr, plain_scale_ptr, trans_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
-    row_parts, col_parts, all_parts, plain_static, trans_static, tiles_across,
-    ROWS: tl.constexpr, COLS: tl.constexpr, ALL_PARTS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr,
+    plain_static, trans_static, tiles_across,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once, written as codes of the scalings PLAIN and TRANS ("none": not written)."""
     tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
@@ -112,15 +98,11 @@ def cast_kernel(
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
     bits_RC = magnitude(x_RC)
     if PLAIN != "none":
-        scale_R = _scales(
-            bits_RC, row, rows, row_amax_ptr, row_parts, all_amax_ptr, all_parts, plain_static, ROWS, ALL_PARTS, PLAIN
-        )
+        scale_R = _scales(bits_RC, row, rows, row_amax_ptr, all_amax_ptr, plain_static, ROWS, PLAIN)
         _store_codes(x_RC, scale_R, row, col, tile_R, tile_C, plain_ptr, plain_scale_ptr, plain_rows, plain_cols, PLAIN)
     if TRANS != "none":
         bits_CR, x_CR = tl.trans(bits_RC), tl.trans(x_RC)
-        scale_C = _scales(
-            bits_CR, col, cols, col_amax_ptr, col_parts, all_amax_ptr, all_parts, trans_static, COLS, ALL_PARTS, TRANS
-        )
+        scale_C = _scales(bits_CR, col, cols, col_amax_ptr, all_amax_ptr, trans_static, COLS, TRANS)
         _store_codes(x_CR, scale_C, col, row, tile_C, tile_R, trans_ptr, trans_scale_ptr, trans_rows, trans_cols, TRANS)
 
 

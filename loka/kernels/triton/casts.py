@@ -122,26 +122,24 @@ def _cast_e4m3(
     kernels.cast_kernel[(tiles,)](
         x, plain_codes, plain_scale, trans_codes, trans_scale, row_amax, col_amax, all_amax,
         rows, cols, row_stride, plain.outer, plain.contraction, trans.outer, trans.contraction,
-        row_amax.shape[0], col_amax.shape[0], all_amax.shape[0], plain.static_scale, trans.static_scale, tiles_across,
-        ROWS=tile.rows, COLS=tile.cols, ALL_PARTS=power_of_two(all_amax.shape[0]), PLAIN=plain.scaling, TRANS=trans.scaling,
+        plain.static_scale, trans.static_scale, tiles_across,
+        ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling,
         num_warps=8 if tile.rows == 128 else 4,
     )  # fmt: skip
     return results
 
 
 def _amaxes(x: Tensor, scalings: tuple[str, str], sms: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Partial amaxes of rows, columns and all of ``x``: of each, only what ``scalings`` need. One read, or none."""
+    """Amaxes of rows, columns and all of ``x``: of each, only what ``scalings`` need. One read, or none."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), (tile_rows, tile_cols) = x.shape, AMAX_TILE
     of_rows, of_cols, of_all = scalings[0] == "rowwise", scalings[1] == "rowwise", "tensorwise" in scalings
-    down = tiles_down(rows, cols, sms)
-    row_strips, col_strips = -(-rows // (down * tile_rows)), -(-cols // tile_cols)
-    row_amax = x.new_empty((col_strips if of_rows else 0, rows), dtype=torch.int32)
-    col_amax = x.new_empty((row_strips if of_cols else 0, cols), dtype=torch.int32)
-    all_amax = x.new_empty((row_strips * col_strips if of_all else 0,), dtype=torch.int32)
+    sizes = [rows if of_rows else 0, cols if of_cols else 0, 1 if of_all else 0]
+    row_amax, col_amax, all_amax = x.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)  # zeroed in one launch
     if of_rows or of_cols or of_all:
-        kernels.amax_kernel[(row_strips * col_strips,)](
+        down = tiles_down(rows, cols, sms)
+        kernels.amax_kernel[(-(-rows // (down * tile_rows)) * -(-cols // tile_cols),)](
             x, row_amax, col_amax, all_amax, rows, cols, x.stride(0), down,
             ROWS=tile_rows, COLS=tile_cols, OF_ROWS=of_rows, OF_COLS=of_cols, OF_ALL=of_all, num_warps=8,
         )  # fmt: skip

@@ -35,17 +35,19 @@ class Tiles:
     splits: int = 1  # programs that share an output tile, each contracting a part
 
 
-# The tiles a GEMM can be cut into, and the time of one relative to 128×128: by the tensor core, and by what it loads.
-_COSTS = {
-    Tiles(128, 256, 128, warps=8, stages=3): 1.8,  # without promotion: its sums do not fit into registers twice
-    Tiles(128, 128, 128, warps=8, stages=4): 1.0,
-    Tiles(64, 256, 128, warps=8, stages=4): 1.15,
-    Tiles(64, 128, 128, warps=4, stages=4): 0.6,
-    Tiles(64, 64, 128, warps=4, stages=4): 0.38,
+# The tiles a GEMM can be cut into, and the time a wave of them takes to contract 1,024: 12288×4096×4096 on an H200, measured.
+_WAVE_US = {
+    Tiles(128, 256, 128, warps=8, stages=3): 6.7,  # without promotion: its sums do not fit into registers twice
+    Tiles(128, 128, 128, warps=8, stages=4): 3.65,
+    Tiles(64, 128, 128, warps=4, stages=4): 2.05,
+    Tiles(64, 64, 128, warps=4, stages=4): 1.45,
 }
-GEMM_TILES = tuple(_COSTS)
-SHORTEST_SPLIT = 1024  # of a contraction: adding up the parts costs a launch
+GEMM_TILES = tuple(_WAVE_US)
+SHORTEST_SPLIT = 1024  # of a contraction
 MOST_SPLITS = 8
+# Adding up the parts of a split contraction: a launch, and 8 bytes of traffic through the cache for every sum.
+_ADDING_US = 2.5
+_SUMS_PER_US = 750_000
 
 
 def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
@@ -54,7 +56,8 @@ def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
     A long contraction into few tiles is split, so that every multiprocessor has a part of it.
     """
     able = [tiles for tiles in GEMM_TILES if not (promoted and tiles.rows * tiles.cols > 128 * 128)]
-    return min((_with_splits(tiles, m, n, k, sms) for tiles in able), key=lambda tiles: _time(tiles, m, n, sms))
+    choices = [replace(tiles, splits=splits) for tiles in able for splits in {1, _splits(tiles, m, n, k, sms)}]
+    return min(choices, key=lambda tiles: _time_us(tiles, m, n, k, sms))
 
 
 def count(tiles: Tiles, m: int, n: int) -> int:
@@ -62,14 +65,14 @@ def count(tiles: Tiles, m: int, n: int) -> int:
     return ceil_div(m, tiles.rows) * ceil_div(n, tiles.cols)
 
 
-def _with_splits(tiles: Tiles, m: int, n: int, k: int, sms: int) -> Tiles:
-    splits = min(sms // count(tiles, m, n), k // SHORTEST_SPLIT, MOST_SPLITS)
-    return replace(tiles, splits=max(1, splits))
+def _splits(tiles: Tiles, m: int, n: int, k: int, sms: int) -> int:
+    return max(1, min(sms // count(tiles, m, n), k // SHORTEST_SPLIT, MOST_SPLITS))
 
 
-def _time(tiles: Tiles, m: int, n: int, sms: int) -> float:
+def _time_us(tiles: Tiles, m: int, n: int, k: int, sms: int) -> float:
     waves = ceil_div(count(tiles, m, n) * tiles.splits, sms)
-    return waves * _COSTS[replace(tiles, splits=1)] / tiles.splits
+    adding = _ADDING_US + tiles.splits * m * n / _SUMS_PER_US if tiles.splits > 1 else 0.0
+    return waves * _WAVE_US[replace(tiles, splits=1)] * k / tiles.splits / 1024 + adding
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,11 @@ NARROWEST_TILE = 32
 WIDEST_TILE = 256  # a norm block must lie in a tile whole
 E4M3_MAX = 448.0
 PROMOTED_FROM = 8192  # a shorter contraction loses nothing that shows beside the rounding of its operands
-# Half the loads of 64×256; but promoted sums, or a bias beside them, do not fit into its registers.
-_WIDE_BLOCK = Tiles(128, 256, 128, warps=16, stages=3)
-_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
+# Fewer warps were faster on an H200, and larger tiles halve the loads; but the more forms of its result a program writes, the
+# more registers it needs, and promoted sums need them twice.
+_BLOCK, _WIDE_BLOCK = Tiles(64, 256, 128, warps=4, stages=3), Tiles(128, 256, 128, warps=8, stages=3)
+_ROOMY_BLOCK, _ROOMY_WIDE_BLOCK = Tiles(64, 256, 128, warps=8, stages=4), Tiles(128, 256, 128, warps=16, stages=3)
+_ALL_FORMS = 4
 _WIDE_BLOCK_TIME = 1.75  # of a wave, in waves of _BLOCK
 
 
@@ -116,13 +121,15 @@ def is_promoted(contraction: int) -> bool:
     return contraction >= PROMOTED_FROM
 
 
-def choose_block_tiles(m: int, blocks: NormBlocks, k: int, sms: int, *, has_bias: bool) -> Tiles:
-    """Tiles that hold a norm block each: the larger ones where there are enough of them."""
+def choose_block_tiles(m: int, blocks: NormBlocks, k: int, sms: int, *, has_bias: bool, forms: int) -> Tiles:
+    """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: the larger ones where there are enough of them."""
     if blocks.room < _BLOCK.cols:
         return Tiles(64, blocks.room, 128, warps=4, stages=4)
-    waves, wide_waves = (ceil_div(ceil_div(m, tiles.rows) * blocks.count, sms) for tiles in (_BLOCK, _WIDE_BLOCK))
-    fits = not (is_promoted(k) or has_bias)
-    return _WIDE_BLOCK if fits and wide_waves * _WIDE_BLOCK_TIME < waves else _BLOCK
+    if is_promoted(k) or forms == _ALL_FORMS or (has_bias and forms > 1):
+        return _ROOMY_BLOCK
+    block, wide = (_BLOCK, _WIDE_BLOCK) if forms == 1 else (_ROOMY_BLOCK, _ROOMY_WIDE_BLOCK)
+    waves, wide_waves = (ceil_div(ceil_div(m, tiles.rows) * blocks.count, sms) for tiles in (block, wide))
+    return wide if wide_waves * _WIDE_BLOCK_TIME < waves else block
 
 
 @dataclass(frozen=True)

@@ -205,10 +205,16 @@ def test_spread_weights_keep_blocks_apart(n: int, block: int) -> None:
 
 
 def test_tiles_hold_a_block_and_fill_the_machine() -> None:
-    assert choose_block_tiles(12288, NormBlocks(4096, 256), 4096, 132, has_bias=False).rows == 128
-    assert choose_block_tiles(12288, NormBlocks(4096, 256), 4096, 132, has_bias=True).rows == 64
-    assert choose_block_tiles(2048, NormBlocks(768, 256), 256, 132, has_bias=False).rows == 64
-    assert choose_block_tiles(12288, NormBlocks(4096, 256), 16384, 132, has_bias=False).rows == 64  # promoted
-    assert choose_block_tiles(2048, NormBlocks(100, 256), 256, 132, has_bias=False).cols == 128
+    def chosen(m: int, n: int, k: int, *, has_bias: bool = False, forms: int = 3) -> tuple[int, int, int]:
+        tiles = choose_block_tiles(m, NormBlocks(n, 256), k, 132, has_bias=has_bias, forms=forms)
+        return tiles.rows, tiles.cols, tiles.warps
+
+    assert chosen(12288, 4096, 4096) == (128, 256, 16)
+    assert chosen(12288, 4096, 4096, has_bias=True) == (64, 256, 8)
+    assert chosen(12288, 4096, 4096, has_bias=True, forms=1) == (128, 256, 8)
+    assert chosen(12288, 4096, 16384, forms=1) == (64, 256, 8)  # promoted
+    assert chosen(2048, 768, 256) == (64, 256, 8)
+    assert chosen(2048, 768, 256, forms=1) == (64, 256, 4)
+    assert chosen(2048, 100, 256)[:2] == (64, 128)
     assert choose_backward_tiles(12288, NormBlocks(1024, 256), 132).group == 128
     assert choose_backward_tiles(2048, NormBlocks(768, 256), 132).group == 64
