@@ -129,9 +129,7 @@ CASES = {
     "block forward, small, serving": forward_case(2048, 768, 256, bias=True, **SERVING),
     "block forward, large": forward_case(12288, 4096, 4096, HIGH=False),
     "block forward, large, serving": forward_case(12288, 4096, 4096, bias=True, **SERVING),
-    "block forward, large, serving the end": forward_case(
-        12288, 4096, 4096, bias=True, **{**SERVING, "HIGH": True, "CODES": False}
-    ),
+    "block forward, large, serving bf16": forward_case(12288, 4096, 4096, bias=True, **SERVING_BF16),
     "block forward, large, bias": forward_case(12288, 4096, 4096, bias=True),
     "block forward, promoted": forward_case(12288, 4096, 16384),
     "block forward, narrow": forward_case(2048, 64, 256),
