@@ -205,10 +205,11 @@ def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Te
     packed = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))
     # Its cast of a either raises on NaN or takes it for a number; both extremes are finite only where all values are.
     is_finite_M1 = a_MK.amax(1, keepdim=True).isfinite() & a_MK.amin(1, keepdim=True).isfinite()
-    if not is_finite_M1.all():
-        a_MK = a_MK.masked_fill(~is_finite_M1, 0.0)
-    out_MN = torch.ops.quantized.linear_dynamic(a_MK, packed, False)
-    return out_MN.masked_fill_(~is_finite_M1 | b_scale_N1.flatten().isnan(), torch.nan)
+    is_nan_N = b_scale_N1.flatten().isnan()
+    if is_finite_M1.all() and not is_nan_N.any():
+        return torch.ops.quantized.linear_dynamic(a_MK, packed, False)
+    out_MN = torch.ops.quantized.linear_dynamic(a_MK.masked_fill(~is_finite_M1, 0.0), packed, False)
+    return out_MN.masked_fill_(~is_finite_M1 | is_nan_N, torch.nan)
 
 
 @onednn_int8_dynamic_mm.register_fake
