@@ -92,9 +92,5 @@ class GemmProblem:
         }[role]
         return cls(role, m, n, k, out, device)
 
-    @property
-    def flops(self) -> int:
-        return 2 * self.m * self.n * self.k
-
     def __str__(self) -> str:
         return f"{self.role} m={self.m} n={self.n} k={self.k}"

@@ -61,9 +61,6 @@ class Operand(NamedTuple):
     contraction: int
     spec: OperandSpec
 
-    def unpadded(self) -> Tensor:
-        return self.codes[: self.outer, : self.contraction]
-
 
 def padded_size(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

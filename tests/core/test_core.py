@@ -33,7 +33,6 @@ def test_sources_and_axes_of_a_role_are_the_gradients_of_linear(role: Role) -> N
     problem = GemmProblem.of(role, site, Format.FP32, CPU)
     assert (tuple(a.shape), tuple(b.shape)) == ((problem.m, problem.k), (problem.n, problem.k))
     torch.testing.assert_close(a @ b.t(), {Role.FPROP: y, Role.DGRAD: x.grad, Role.WGRAD: w.grad}[role])
-    assert problem.flops == 2 * 5 * 3 * 4
 
 
 def test_recipes_read_as_engineers_say_them() -> None:

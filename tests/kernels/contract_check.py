@@ -40,7 +40,7 @@ def _cast(tensor: Tensor, form: Form) -> Operand:
 def values(operand: Operand) -> Tensor:
     """What an operand stands for, at float64, without its padding."""
     if operand.scale is None:
-        return operand.unpadded().double()
+        return operand.codes.double()
     q = Quantized(operand.codes, operand.scale, operand.spec.format, operand.spec.scaling)
     return dequantize(q, torch.float64)[: operand.outer, : operand.contraction]
 
