@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from loka.core.gemm import Device, TensorName
@@ -71,16 +70,8 @@ def cast_high_precision(tensor: Tensor, form: Form) -> Operand:
 def _by_caster(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict[str, list[Form]]:
     if not forms:
         return {}
-    problem = CastProblem(name, tensor.shape[0], tensor.shape[1], format_of(tensor.dtype), _device_of(tensor.device))
+    problem = CastProblem(name, tensor.shape[0], tensor.shape[1], format_of(tensor.dtype), device_of(tensor.device))
     shares: dict[str, list[Form]] = {}
     for form in forms:
         shares.setdefault(choose_caster(form, problem), []).append(form)
     return shares
-
-
-def _device_of(device: torch.device) -> Device:
-    return device_of(device)
-
-
-# What torch.compiler.assume_constant_result sets; the decorator itself would import the whole compiler with this file.
-_device_of._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]

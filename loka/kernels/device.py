@@ -1,16 +1,36 @@
 """The devices of this machine, as kernels see them."""
 
 import platform
+from collections.abc import Callable
 from functools import lru_cache
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Device
 
+Parameters = ParamSpec("Parameters")
+Answer = TypeVar("Answer")
 
-@lru_cache
+
+def constant_when_traced(function: Callable[Parameters, Answer]) -> Callable[Parameters, Answer]:
+    """Answer once for the same arguments; torch.compile asks while it traces, instead of tracing what is inside.
+
+    What torch.compiler.assume_constant_result does; that decorator itself would import the whole compiler.
+    """
+    remembered = lru_cache(None)(function)
+
+    def ask(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Answer:
+        return remembered(*args, **kwargs)
+
+    ask._dynamo_marked_constant = True  # pyrefly: ignore[missing-attribute]
+    return ask
+
+
+@constant_when_traced
 def device_of(device: torch.device) -> Device:
+    """The device as kernels see it."""
     if device.type == "cuda":
         return Device("cuda", torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
     return Device(device.type, _cpu_name() if device.type == "cpu" else device.type)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 
 import loka
 from loka.core.errors import InvalidInput, UnknownName
-from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
+from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format
 from loka.kernels.contract import KERNELS
-from loka.kernels.device import device_of
+from loka.kernels.device import constant_when_traced, device_of
 from loka.kernels.executor import SiteKernels
-from loka.kernels.providers import torch_casts
+from loka.kernels.providers import fbgemm, torch_casts
 from loka.numerics.reference import gemm
 from loka.numerics.scaling import quantize
 
@@ -119,6 +120,49 @@ def test_compiles_into_one_graph_and_changes_nothing(kernels: SiteKernels) -> No
     assert dw is not None
     assert module.weight.grad is not None
     assert_close(module.weight.grad, dw)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", ["fbgemm.rowwise", "reference.rowwise"])
+def test_compiles_where_fbgemm_is_installed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the library and for Hopper: choosing a caster and loading it must not break the graph."""
+    package = tmp_path / "fbgemm_gpu" / "experimental" / "gen_ai"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent, package.parent.parent):
+        (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    hopper = Device("cuda", "NVIDIA H200", (9, 0))
+    for where in ("loka.kernels.casting.device_of", "loka.kernels.contract.device_of"):
+        monkeypatch.setattr(where, constant_when_traced(lambda device: hopper))
+    monkeypatch.setattr(fbgemm, "_not_installed", constant_when_traced(lambda: None))
+    with torch.library._scoped_library("fbgemm", "FRAGMENT") as library:
+        library.define("f8f8bf16_rowwise(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, *, bool use_fast_accum) -> Tensor")
+        library.impl(
+            "f8f8bf16_rowwise",
+            lambda a, b, a_scale, b_scale, use_fast_accum: (
+                (a.float() * a_scale[:, None]) @ (b.float() * b_scale[:, None]).t()
+            ).bfloat16(),
+            "CompositeExplicitAutograd",
+        )
+        module = loka.LokaLinear(48, 32, kernels=SiteKernels.same(name))
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        x, dy = torch.randn(32, 48), torch.randn(32, 32)
+        for actual, expected in zip(run(compiled, x, dy), run(module, x, dy), strict=True):
+            assert_close(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["torch.rowwise", "torch.tensorwise_fast", "torch.blockwise", "torch.tf32", "fbgemm.rowwise_fast"]
+)
+def test_gpu_kernels_compile_into_one_graph(name: str) -> None:
+    kernel = KERNELS.get(name)
+    if reason := kernel.missing(device_of(torch.device("cuda"))):
+        pytest.skip(reason)
+    module = loka.LokaLinear(512, 512, device="cuda", dtype=torch.bfloat16, kernels=SiteKernels.same(name))
+    x, dy = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for actual, expected in zip(run(torch.compile(module, fullgraph=True), x, dy), run(module, x, dy), strict=True):
+        assert (actual.double() - expected.double()).norm() < 0.02 * expected.double().norm()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -5,7 +5,6 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,13 +14,14 @@ from loka.core.gemm import Device, GemmProblem, Role, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.contract import add_kernel
+from loka.kernels.device import constant_when_traced
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec, padded_size, recipe_of
 from loka.kernels.providers.torch_fp8 import missing_fp8
 
 WIDEST_ROW = 16384  # its cast keeps a row in shared memory: 32,768 values fail to launch on an H200
 
 
-@cache
+@constant_when_traced
 def _not_installed() -> str | None:
     """Looks for the package without importing it: importing loads CUDA."""
     spec = importlib.util.find_spec("fbgemm_gpu")
@@ -31,7 +31,7 @@ def _not_installed() -> str | None:
     return "needs the package fbgemm-gpu-genai, which is not installed"
 
 
-@cache
+@constant_when_traced
 def _load() -> None:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it warns of torch versions newer than its table; the contract tests tell more
@@ -96,7 +96,7 @@ class FbgemmCaster:
         if problem.format is not Format.BF16:
             return f"reads bf16; {problem.format} gave wrong values (tried with fp32, 1.6.0)"
         if problem.tensor is TensorName.DY:
-            return "floors its scales at 4.4e-6, which flushes gradients under about 1e-5 to zero"
+            return "floors its scales at 4.4e-6, which coarsens gradients under 7e-8 and flushes those under 4e-9 to zero"
         if problem.cols % padded_size(spec.contraction_multiple, 8) or problem.rows % spec.outer_multiple:
             return f"writes no padding, and {problem.rows}×{problem.cols} needs some"
         if problem.cols > WIDEST_ROW:

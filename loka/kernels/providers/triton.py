@@ -3,7 +3,6 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from loka.core.gemm import SOURCES, Device, GemmProblem, Role, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.contract import add_kernel
+from loka.kernels.device import constant_when_traced
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec, recipe_of
 from loka.kernels.providers.torch_fp8 import missing_fp8
 from loka.kernels.triton.casts import SCALINGS, Target, cast_matrix
@@ -24,7 +24,7 @@ READS = (Format.BF16, Format.FP16, Format.FP32)
 UNVERIFIED = "its GPU tests have not passed yet"
 
 
-@cache
+@constant_when_traced
 def _not_installed() -> str | None:
     return None if importlib.util.find_spec("triton") else "needs the package triton, which is not installed"
 
