@@ -43,10 +43,9 @@ def measure(model: str, preset: str, batch_size: int, device: torch.device) -> S
     data = open_dataset("synthetic", device=device, test_examples=1)
     with torch.device(device):  # first weights made in place: a large model's would take minutes on the CPU
         network = build_model(model, preset, data.schema)
-    timed = 20 if on_cuda else 3
-    return profile_step(
-        Trainer(network, config), data.train(batch_size), warmup=timed // 4 + 1, timed=timed, profiled=timed // 4 + 1
-    )
+    timed = 32 if on_cuda else 2
+    profiled = 16 if on_cuda else 1  # a GPU draws up to 16 batches at once: fewer steps might see none drawn, or all of them
+    return profile_step(Trainer(network, config), data.train(batch_size), warmup=4, timed=timed, profiled=profiled)
 
 
 def release_memory() -> None:

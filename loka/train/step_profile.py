@@ -119,7 +119,7 @@ def profile_step(trainer: Trainer, batches: Iterator[Batch], *, warmup: int, tim
 
 
 def _cuda_kernels(profiler: profile) -> Iterator[TimedKernel]:
-    operators = [event for event in profiler.events() or [] if event.device_type is DeviceType.CPU]
+    operators = [event for event in profiler.events() or [] if event.device_type == DeviceType.CPU]
     return kernels_on_device(operators, profiler.profiler.kineto_results.events())  # pyrefly: ignore[missing-attribute]
 
 
@@ -136,7 +136,7 @@ def kernels_on_device(operators: Iterable[Any], device_events: Iterable[Any]) ->
     for event in device_events:
         key = (event.name(), event.start_ns(), event.duration_ns())
         # The profiler mirrors ranges onto the device, under the range's own name: those are not kernels.
-        if event.device_type() is not DeviceType.CUDA or event.name() in ranges or key in seen:
+        if event.device_type() != DeviceType.CUDA or event.name() in ranges or key in seen:
             continue
         seen.add(key)
         launcher = launchers.get(event.linked_correlation_id())

@@ -120,8 +120,14 @@ class TestChoice:
     rowwise = Form(OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16), False)
 
     @pytest.fixture(autouse=True)
-    def _fbgemm_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _fbgemm_alone_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("loka.kernels.providers.fbgemm._not_installed", lambda: None)
+        monkeypatch.setattr("loka.kernels.providers.triton._not_installed", lambda: "not installed")
+
+    def test_our_own_come_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("loka.kernels.providers.triton._not_installed", lambda: None)
+        assert self.chosen(self.rowwise) == "triton"
+        assert self.chosen(Form(OperandSpec(Format.E5M2, Scaling.ROWWISE), False)) == "torch"
 
     def chosen(self, form: Form) -> str:
         return choose_caster(form, CastProblem(TensorName.X, 64, 64, Format.BF16, H200))
