@@ -55,6 +55,14 @@ class Accumulation(StrEnum):
     FAST = "fast"
 
 
+class Transform(StrEnum):
+    """A change of a site's operands that exact arithmetic would not notice, and 8 bits do."""
+
+    NONE = "none"
+    CENTER = "center"  # y = (x−μ)·wᵀ + μ·wᵀ, the second term in high precision
+    RESCALE = "rescale"  # y = (x/s)·(w·s)ᵀ, s a power of two for each feature
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a kernel does to numbers, whoever implements it: two recipes that are equal have the same expected error."""

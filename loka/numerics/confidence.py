@@ -3,20 +3,10 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from loka.core.errors import InvalidInput
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean of ``n`` samples; the true mean lies between ``low`` and ``high`` at the confidence asked for."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
+from loka.core.estimate import Estimate
 
 
 def estimate_mean(samples: Sequence[float], confidence: float = 0.95) -> Estimate:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from loka.core.errors import InvalidInput
-from loka.numerics.confidence import Estimate, estimate_mean
+from loka.core.estimate import Estimate
+from loka.numerics.confidence import estimate_mean
 from loka.numerics.formats import decode, info
 from loka.numerics.scaling import Quantized, expand_scale
 

@@ -1,0 +1,128 @@
+"""The Survey: for every site and role what each kernel would cost in error and save in time, and why some are not able.
+
+Times are medians in µs by M, the rows of a call. A plan adds them up: the casts a choice of kernels needs, and its GEMMs.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from loka.core.documents import read_document, write_document
+from loka.core.environment import Environment
+from loka.core.estimate import Estimate
+from loka.core.gemm import Role, TensorName
+from loka.core.recipe import Format, Transform
+from loka.core.vectors import read_vectors, write_vectors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMA = "loka.survey/1"
+Times = dict[int, float]  # M → µs
+
+
+class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class Candidate(Struct, frozen=True):
+    """One kernel at one role. Where ``why_not`` speaks there are no numbers."""
+
+    kernel: str
+    role: Role
+    recipe: str
+    transform: Transform = Transform.NONE
+    why_not: str | None = None
+    error: dict[str, Estimate] = {}  # by metric: mere_floored, relative_rms, …
+    flushed: float = 0.0  # shares of the values that the casts lost
+    saturated: float = 0.0
+    forms: tuple[str, ...] = ()  # the keys of the casts it reads, a's and b's
+    gemm_us: Times = {}  # with the epilogue; empty for a recipe whose kernel cannot be timed here
+
+
+class CastTime(Struct, frozen=True):
+    """The time to cast one tensor into several forms at once, so that a plan can share a cast between roles."""
+
+    tensor: TensorName
+    forms: tuple[str, ...]  # sorted keys
+    time_us: Times
+
+
+class BlockCandidate(Struct, frozen=True):
+    """A site with the norm and activation behind it as one fused kernel, against the same in compiled high precision."""
+
+    kernel: str
+    norm: str | None  # the modules it absorbs, by name
+    activation: str | None
+    why_not: str | None = None
+    error: dict[Role, dict[str, Estimate]] = {}
+    input_cast_us: Times = {}  # paid where the module in front hands on no FP8
+    forward_us: Times = {}  # serving: nothing saved
+    training_us: Times = {}  # forward that saves, and backward
+    baseline_forward_us: Times = {}
+    baseline_training_us: Times = {}
+
+
+class SiteSurvey(Struct, frozen=True):
+    site: str
+    k: int
+    n: int
+    has_bias: bool
+    is_head: bool
+    calls: dict[int, float]  # M → calls in a step
+    baseline: str  # the high-precision kernel that a model of this dtype runs on without LoKA
+    candidates: tuple[Candidate, ...]
+    casts: tuple[CastTime, ...]
+    blocks: tuple[BlockCandidate, ...] = ()
+    producer: str | None = None  # the block whose output is this site's input and nothing else's: a chain may hand on FP8
+    notes: tuple[str, ...] = ()
+
+
+class Ceiling(Struct, frozen=True):
+    """How much of a step LoKA can reach at all (Amdahl): were all sites free, the step would be 1/(1−covered) times as fast."""
+
+    step_us: float  # of a whole training step, as the Probe saw it
+    sites_us: float  # of the baseline's GEMMs and blocks in it
+    uncovered: tuple[str, ...] = ()  # linear layers, norms and activations that are function calls, and attention
+
+    @property
+    def covered(self) -> float:
+        return min(1.0, self.sites_us / self.step_us) if self.step_us else 0.0
+
+
+class SurveyDocument(Struct, frozen=True):
+    """survey.json"""
+
+    fingerprint: str  # of the model: its sites and their shapes
+    environment: Environment
+    dtype: Format  # what the model's GEMMs run in without LoKA
+    sites: tuple[SiteSurvey, ...]
+    ceiling: Ceiling | None = None
+    findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The document, and the vectors of the transforms it surveyed (``<site>/center``, ``<site>/rescale``)."""
+
+    document: SurveyDocument
+    vectors: "dict[str, Tensor]" = field(default_factory=dict)
+
+    @property
+    def sites(self) -> tuple[SiteSurvey, ...]:
+        return self.document.sites
+
+    def save(self, run: str | Path) -> Path:
+        """Write survey.json, and survey.safetensors where there are vectors, into the folder ``run``; returns the former."""
+        folder = Path(run)
+        write_vectors(folder / "survey.safetensors", self.vectors)
+        write_document(folder / "survey.json", SCHEMA, self.document)
+        return folder / "survey.json"
+
+    @classmethod
+    def load(cls, run: str | Path) -> "Survey":
+        folder = Path(run)
+        document = read_document(folder / "survey.json", SCHEMA, SurveyDocument, made_by=f"loka measure {run}")
+        return cls(document, read_vectors(folder / "survey.safetensors"))

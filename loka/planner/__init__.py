@@ -1,0 +1,1 @@
+"""Planner: the fastest kernels that are accurate enough (Survey → Plan)."""

@@ -1,0 +1,1 @@
+"""Probe: learn the distributions of a model's sites while it trains (model + batches → Record)."""
