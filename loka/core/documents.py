@@ -1,4 +1,4 @@
-"""JSON documents with a schema, ``{"schema": "loka.plan/1", …}``. What is unexpected in one is an error that says what to do."""
+"""JSON documents with a schema, ``{"schema": "loka.plan/1", …}``. The unexpected in one is an error that says what to do."""
 
 from pathlib import Path
 from typing import Any, TypeVar
