@@ -11,7 +11,7 @@ from loka.kernels.casting import cast
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand
 from loka.nn.site import run_site
-from loka.nn.weight_casts import keep_current
+from loka.nn.weight_casts import keep_current, refresh_after_load, state_without_casts, store_casts, stored_cast
 
 
 class LokaLinear(nn.Linear):
@@ -45,21 +45,20 @@ class LokaLinear(nn.Linear):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        self._check(input)
+        require_input(input, self.weight)
         device = input.device.type
         out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         x_MK = input.reshape(-1, self.in_features)
         y_MN = run_site(self.executor, x_MK, self.weight, self.bias, self._weight_operands(), out_dtype)
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
-    @torch.no_grad()
     def refresh_weight_casts(self) -> None:
-        """Cast the weight again, into the buffers that are there: captured graphs see the new values."""
-        for index, operand in enumerate(self._cast_weight()):
-            codes, scale = self._buffer_pair(index)
+        """Cast the weight again, into the buffers that are there."""
+        casts = {}
+        for index, operand in enumerate(cast(TensorName.W, self.weight.detach(), self._cached_forms)):
             assert operand.scale is not None
-            codes.copy_(operand.codes)
-            scale.copy_(operand.scale)
+            casts |= {f"codes_{index}": operand.codes, f"scale_{index}": operand.scale}
+        store_casts(self, casts)
 
     def extra_repr(self) -> str:
         kernels = self.kernels
@@ -71,57 +70,39 @@ class LokaLinear(nn.Linear):
         self._cached_forms: tuple[Form, ...] = tuple(
             form for form in self.executor.forms[TensorName.W] if form.spec.format.is_8bit
         )
-        self._make_weight_casts()
-        self.register_load_state_dict_post_hook(_refresh_after_load)
+        self.refresh_weight_casts()
+        self.register_load_state_dict_post_hook(refresh_after_load)
         keep_current(self)
-
-    def _check(self, x: Tensor) -> None:
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
-            raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(x.shape)}")
-        if x.device != self.weight.device:
-            raise InvalidInput(f"input is on {x.device}, the weight on {self.weight.device}: move one of them")
-        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise InvalidInput(
-                f"input is {x.dtype}, the weight {self.weight.dtype}: cast one of them, or run under torch.autocast"
-            )
-
-    def _cast_weight(self) -> tuple[Operand, ...]:
-        return cast(TensorName.W, self.weight.detach(), self._cached_forms)
-
-    @torch.no_grad()
-    def _make_weight_casts(self) -> None:
-        for index, operand in enumerate(self._cast_weight()):
-            self.register_buffer(f"_weight_codes_{index}", operand.codes, persistent=False)
-            self.register_buffer(f"_weight_scale_{index}", operand.scale, persistent=False)
-
-    def _buffer_pair(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.get_buffer(f"_weight_codes_{index}"), self.get_buffer(f"_weight_scale_{index}")
 
     def _weight_operands(self) -> dict[Form, Operand]:
         operands = {}
         for index, form in enumerate(self._cached_forms):
             outer, contraction = self.weight.t().shape if form.transposed else self.weight.shape
-            operands[form] = Operand(*self._buffer_pair(index), outer, contraction, form.spec)
+            codes, scale = stored_cast(self, f"codes_{index}"), stored_cast(self, f"scale_{index}")
+            operands[form] = Operand(codes, scale, outer, contraction, form.spec)
         return operands
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LokaLinear":
         """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""
         super()._apply(fn, recurse)
-        self._make_weight_casts()
+        self.refresh_weight_casts()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry the weight; the casts are made again from it."""
-        state = self.__dict__.copy()
-        state["_buffers"] = {name: buffer for name, buffer in self._buffers.items() if not name.startswith("_weight_")}
-        return state
+        return state_without_casts(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._make_weight_casts()
+        self.refresh_weight_casts()
         keep_current(self)
 
 
-def _refresh_after_load(module: nn.Module, incompatible_keys: Any) -> None:
-    assert isinstance(module, LokaLinear)
-    module.refresh_weight_casts()
+def require_input(x: Tensor, weight_NK: Tensor) -> None:
+    """Refuse what ``nn.Linear`` would refuse too, with what is expected instead."""
+    in_features = weight_NK.shape[1]
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise InvalidInput(f"expected input of shape (..., {in_features}), got {tuple(x.shape)}")
+    if x.device != weight_NK.device:
+        raise InvalidInput(f"input is on {x.device}, the weight on {weight_NK.device}: move one of them")
+    if x.dtype != weight_NK.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise InvalidInput(f"input is {x.dtype}, the weight {weight_NK.dtype}: cast one of them, or run under torch.autocast")

@@ -6,6 +6,7 @@ under fused AdamW or ``.data`` writes, and cannot be read in a compiled graph.
 """
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ class HoldsWeightCasts(Protocol):
     def refresh_weight_casts(self) -> None: ...
 
 
+PREFIX = "_weight_"  # of the buffers that hold casts
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _hook_installed = False
 
@@ -38,6 +40,33 @@ def refresh(model: nn.Module) -> None:
     for holder in list(_holders):
         if holder in within:
             holder.refresh_weight_casts()
+
+
+@torch.no_grad()
+def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
+    """Hold ``casts`` in non-persistent buffers. One that is there is written in place: captured graphs see the new values."""
+    for name, cast in casts.items():
+        held = module._buffers.get(PREFIX + name)
+        if held is None or (held.shape, held.dtype, held.device) != (cast.shape, cast.dtype, cast.device):
+            module.register_buffer(PREFIX + name, cast, persistent=False)
+        else:
+            held.copy_(cast)
+
+
+def stored_cast(module: nn.Module, name: str) -> Tensor:
+    return module.get_buffer(PREFIX + name)
+
+
+def state_without_casts(module: nn.Module) -> dict[str, Any]:
+    """What copies and pickles carry: the weight, from which casts are made again."""
+    state = module.__dict__.copy()
+    state["_buffers"] = {name: buffer for name, buffer in module._buffers.items() if not name.startswith(PREFIX)}
+    return state
+
+
+def refresh_after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """A ``load_state_dict`` post-hook for a module that holds casts."""
+    module.refresh_weight_casts()  # pyrefly: ignore[not-callable]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
