@@ -8,6 +8,9 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Probe": "loka.probe.probe",
+    "Record": "loka.core.record",
+    "Workload": "loka.core.workload",
     "BlockNorm": "loka.nn.block_norm",
     "apply_mods": "loka.mods.apply",
     "LokaLinear": "loka.nn.linear",
@@ -15,7 +18,7 @@ _HOMES = {
     "LokaError": "loka.core.errors",
 }
 
-__all__ = ["BlockNorm", "LokaError", "LokaLinear", "__version__", "apply_mods", "refresh"]
+__all__ = ["BlockNorm", "LokaError", "LokaLinear", "Probe", "Record", "Workload", "__version__", "apply_mods", "refresh"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,125 @@
+"""Count, mean and covariance of rows, as a state that merges: of two batches, two shards or two runs alike.
+
+    n' = n + B,   δ = μ_b − μ,   μ' = μ + (B/n')·δ,   S' = S + S_b + (n·B/n')·δδᵀ,   Σ = S'/(n'−1)
+
+S is kept whole, as blocks along its diagonal, or as its diagonal with a sketch of few rows whose Gram matrix is nearly S.
+The first two merge exactly; a sketch keeps the largest directions and is approximate.
+
+Axes:  R rows,  D features (a site's x and dy side by side),  B blocks of width W,  L rows of the sketch.
+"""
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = dict[str, "Tensor"]
+
+
+class Covariance(StrEnum):
+    """How S is kept, in order of memory."""
+
+    FULL = "full"
+    BLOCKS = "block-diagonal"
+    LOW_RANK = "low-rank + diagonal"
+
+
+BLOCK_WIDTH = 256
+SKETCH_ROWS = 64
+
+
+def covariance_of(state: State) -> Covariance:
+    """The form that ``state`` keeps S in."""
+    if "scatter_DD" in state:
+        return Covariance.FULL
+    return Covariance.BLOCKS if "scatter_BWW" in state else Covariance.LOW_RANK
+
+
+def covariance_elements(form: Covariance, n_features: int) -> int:
+    """How many numbers S takes in ``form``."""
+    blocks = -(-n_features // BLOCK_WIDTH)
+    return {
+        Covariance.FULL: n_features * n_features,
+        Covariance.BLOCKS: blocks * BLOCK_WIDTH * BLOCK_WIDTH,
+        Covariance.LOW_RANK: (SKETCH_ROWS + 1) * n_features,
+    }[form]
+
+
+def moments_of(rows_RD: "Tensor", form: Covariance) -> State:
+    """The state of one batch. ``rows_RD`` is FP32; the caller sees to it that its products are too (no TF32, no autocast)."""
+    import torch
+
+    mean_D = rows_RD.mean(0)
+    centered_RD = rows_RD - mean_D
+    count = torch.tensor(float(rows_RD.shape[0]), dtype=torch.float64, device=rows_RD.device)
+    state = {"count": count, "mean_D": mean_D}
+    if form is Covariance.FULL:
+        return {**state, "scatter_DD": centered_RD.t() @ centered_RD}
+    if form is Covariance.BLOCKS:
+        blocks_BRW = _in_blocks(centered_RD)
+        return {**state, "scatter_BWW": blocks_BRW.mT @ blocks_BRW}
+    return {**state, "scatter_D": centered_RD.square().sum(0), "sketch_LD": _compress(centered_RD)}
+
+
+def merge_moments(a: State, b: State) -> State:
+    """The state of the rows of both."""
+    count = a["count"] + b["count"]
+    delta_D = b["mean_D"] - a["mean_D"]
+    weight = (a["count"] * (b["count"] / count)).float()
+    state = {"count": count, "mean_D": a["mean_D"] + (b["count"] / count).float() * delta_D}
+    if "scatter_DD" in a:
+        scatter_DD = (a["scatter_DD"] + b["scatter_DD"]).addr_(delta_D * weight, delta_D)
+        return {**state, "scatter_DD": scatter_DD}
+    if "scatter_BWW" in a:
+        delta_B1W = _in_blocks(delta_D[None])
+        return {**state, "scatter_BWW": a["scatter_BWW"] + b["scatter_BWW"] + weight * (delta_B1W.mT @ delta_B1W)}
+    import torch
+
+    between_1D = weight.sqrt() * delta_D[None]
+    return {
+        **state,
+        "scatter_D": a["scatter_D"] + b["scatter_D"] + between_1D[0].square(),
+        "sketch_LD": _compress(torch.cat([a["sketch_LD"], b["sketch_LD"], between_1D])),
+    }
+
+
+def fade_moments(state: State, factor: float) -> State:
+    """The same mean and covariance, known from ``factor`` times as many rows."""
+    return {name: tensor if name == "mean_D" else _faded(name, tensor, factor) for name, tensor in state.items()}
+
+
+def _faded(name: str, tensor: "Tensor", factor: float) -> "Tensor":
+    return tensor * (factor**0.5 if name == "sketch_LD" else factor)
+
+
+def variance_of(state: State) -> "Tensor":
+    """The variance of every feature."""
+    form = covariance_of(state)
+    if form is Covariance.FULL:
+        scatter_D = state["scatter_DD"].diagonal()
+    elif form is Covariance.BLOCKS:
+        scatter_D = state["scatter_BWW"].diagonal(dim1=1, dim2=2).flatten()[: state["mean_D"].shape[0]]
+    else:
+        scatter_D = state["scatter_D"]
+    return (scatter_D / (state["count"] - 1).clamp(min=1).float()).clamp(min=0)
+
+
+def _in_blocks(rows_RD: "Tensor") -> "Tensor":
+    """B×R×W, the last block filled with zeros."""
+    from torch.nn.functional import pad
+
+    rows, features = rows_RD.shape
+    blocks = -(-features // BLOCK_WIDTH)
+    return pad(rows_RD, (0, blocks * BLOCK_WIDTH - features)).view(rows, blocks, BLOCK_WIDTH).transpose(0, 1)
+
+
+def _compress(rows_RD: "Tensor") -> "Tensor":
+    """At most SKETCH_ROWS rows with nearly the same Gram matrix: the largest directions of the rows."""
+    import torch
+
+    if rows_RD.shape[0] <= SKETCH_ROWS:
+        return rows_RD
+    gram_RR = (rows_RD @ rows_RD.t()).double()
+    _, directions_RR = torch.linalg.eigh(gram_RR)
+    return directions_RR[:, -SKETCH_ROWS:].t().float() @ rows_RD

@@ -1,0 +1,260 @@
+"""The Record: what Probe learned of a model while it trained. Its sites, their distributions and weights, and what stands out.
+
+One file, run/record.safetensors: the tensors, and in its metadata the rest as a JSON document.
+
+Axes:  M rows,  K in_features,  N out_features,  D = K + N, a site's x and dy side by side.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from loka.core.documents import parse_document
+from loka.core.environment import Environment
+from loka.core.errors import InvalidFile, InvalidInput
+from loka.core.files import atomic_path
+from loka.core.moments import variance_of
+from loka.core.recipe import Format
+from loka.core.statistics import Rule, Statistic
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SCHEMA = "loka.record/1"
+FILE = "record.safetensors"
+_MADE_BY = "loka probe WORKLOAD -o {}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something the statistics say about the model, with the numbers behind it and what mends it."""
+
+    site: str
+    kind: str  # the name of the rule that found it
+    message: str
+    numbers: dict[str, float]
+    remedy: str | None  # the name of a Mod or a transform; None where there is none
+
+
+@dataclass(frozen=True)
+class SiteFacts:
+    """What is known of a site besides its tensors."""
+
+    name: str
+    k: int
+    n: int
+    has_bias: bool
+    is_head: bool
+    trains: bool  # a gradient of its output was seen
+    calls: dict[int, float]  # M → calls in a step
+    norm: str | None = None  # the modules behind it that a block would absorb, and their classes
+    norm_kind: str | None = None
+    activation: str | None = None
+    activation_kind: str | None = None
+    consumers: tuple[str, ...] = ()
+    producer: str | None = None  # the site whose block feeds this one and nothing else
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SiteRecord(SiteFacts):
+    """One linear layer: the facts, its weight when the Record was taken, and the statistics of its x and dy."""
+
+    weight_NK: "Tensor" = field(kw_only=True)
+    bias_N: "Tensor | None" = field(kw_only=True)
+    statistics: dict[str, Statistic] = field(kw_only=True)
+
+    @property
+    def mean_K(self) -> "Tensor":
+        """μ of x, the vector of the transform ``center``."""
+        return self._moments["mean_D"][: self.k]
+
+    @property
+    def rms_K(self) -> "Tensor":
+        """√E[x²] of every feature."""
+        return (variance_of(self._moments) + self._moments["mean_D"].square())[: self.k].sqrt()
+
+    @property
+    def rescale_K(self) -> "Tensor":
+        """The power of two next to each feature's rms, the vector of the transform ``rescale``; 1 where x is always 0."""
+        import torch
+
+        exponent_K = self.rms_K.log2().round().clamp(-60, 60)
+        return torch.where(self.rms_K > 0, torch.exp2(exponent_K), 1.0)
+
+    @property
+    def was_called(self) -> bool:
+        return "moments" in self.statistics
+
+    def sample(self, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor | None]":
+        """x_MK, and dy_MN where the site trains, drawn together from what was learned: FP32, on the generator's device."""
+        from loka.core.sampling import draw
+
+        return draw(self.factors, self.k, self.trains, rows, generator)
+
+    @cached_property
+    def factors(self) -> "dict[str, Tensor]":
+        """What ``sample`` multiplies, made once."""
+        from loka.core.sampling import prepare
+
+        return prepare(self._moments)
+
+    @property
+    def _moments(self) -> "dict[str, Tensor]":
+        if not self.was_called:
+            raise InvalidInput(f"site {self.name} was never called while the Probe looked: nothing is known of its values")
+        return self.statistics["moments"].tensors
+
+    def merge(self, other: "SiteRecord", share: float) -> "SiteRecord":
+        """Statistics of both; weights, and whatever can be of one alone, are this one's. ``share`` of the steps are its own."""
+        if (self.k, self.n) != (other.k, other.n):
+            raise InvalidInput(f"site {self.name} is {self.k}×{self.n} in one record and {other.k}×{other.n} in the other")
+        sizes = sorted(self.calls.keys() | other.calls.keys())
+        return dataclasses.replace(
+            self,
+            trains=self.trains or other.trains,
+            calls={m: share * self.calls.get(m, 0.0) + (1 - share) * other.calls.get(m, 0.0) for m in sizes},
+            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+            statistics=_merged(self.statistics, other.statistics),
+        )
+
+
+def _merged(a: dict[str, Statistic], b: dict[str, Statistic]) -> dict[str, Statistic]:
+    return {name: a[name].merge(b[name]) if name in a and name in b else a.get(name) or b[name] for name in {**a, **b}}
+
+
+class RecordDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The metadata of record.safetensors."""
+
+    fingerprint: str
+    environment: Environment
+    dtype: Format
+    step_us: float | None
+    steps_seen: int
+    sites: tuple[SiteFacts, ...]
+    rules: dict[str, Rule]  # of every statistic
+    findings: tuple[Finding, ...]
+    uncovered: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one run of a Probe learned, or several that were merged."""
+
+    fingerprint: str
+    environment: Environment
+    dtype: Format  # what the model's GEMMs run in
+    step_us: float | None  # the median time of a step that was not sampled; None where there was none
+    sites: dict[str, SiteRecord]
+    findings: tuple[Finding, ...] = ()
+    uncovered: tuple[str, ...] = ()  # linear layers, norms and activations that are function calls
+    steps_seen: int = 0
+
+    def merge(self, other: "Record") -> "Record":
+        """The Record of both runs of one model. Weights, findings and step time are this one's: merge into the newer."""
+        if self.fingerprint != other.fingerprint:
+            raise InvalidInput(
+                f"these are records of two models (fingerprints {self.fingerprint} and {other.fingerprint}): "
+                f"merge records of the same sites and shapes"
+            )
+        share = self.steps_seen / max(1, self.steps_seen + other.steps_seen)
+        return dataclasses.replace(
+            self,
+            step_us=self.step_us if self.step_us is not None else other.step_us,
+            sites={name: site.merge(other.sites[name], share) for name, site in self.sites.items()},
+            steps_seen=self.steps_seen + other.steps_seen,
+        )
+
+    def save(self, run: str | Path) -> Path:
+        """Write record.safetensors into the folder ``run``, whole or not at all."""
+        from safetensors.torch import save_file  # imports torch
+
+        rules = {name: statistic.rule for site in self.sites.values() for name, statistic in site.statistics.items()}
+        facts = tuple(
+            SiteFacts(**{f.name: getattr(site, f.name) for f in dataclasses.fields(SiteFacts)}) for site in self.sites.values()
+        )
+        document = RecordDocument(
+            self.fingerprint,
+            self.environment,
+            self.dtype,
+            self.step_us,
+            self.steps_seen,
+            facts,
+            rules,
+            self.findings,
+            self.uncovered,
+        )
+        fields = {"schema": SCHEMA, **msgspec.to_builtins(document, str_keys=True)}
+        path = Path(run) / FILE
+        with atomic_path(path) as temporary:
+            save_file(self._tensors(), temporary, metadata={"document": msgspec.json.encode(fields).decode()})
+        return path
+
+    @classmethod
+    def load(cls, run: str | Path) -> "Record":
+        """Read a Record by its folder or by the path of its file."""
+        path = Path(run)
+        path = path if path.suffix == ".safetensors" else path / FILE
+        document, tensors = _read(path)
+        sites = {facts.name: _site(facts, document.rules, tensors, path) for facts in document.sites}
+        return cls(
+            document.fingerprint,
+            document.environment,
+            document.dtype,
+            document.step_us,
+            sites,
+            document.findings,
+            document.uncovered,
+            document.steps_seen,
+        )
+
+    def _tensors(self) -> "dict[str, Tensor]":
+        tensors: dict[str, Tensor] = {}
+        for name, site in self.sites.items():
+            tensors[f"{name}/weight"] = site.weight_NK
+            if site.bias_N is not None:
+                tensors[f"{name}/bias"] = site.bias_N
+            for statistic_name, statistic in site.statistics.items():
+                for tensor_name, tensor in statistic.tensors.items():
+                    tensors[f"{name}/{statistic_name}/{tensor_name}"] = tensor
+        return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _read(path: Path) -> "tuple[RecordDocument, dict[str, Tensor]]":
+    from safetensors import SafetensorError, safe_open
+
+    made_by = _MADE_BY.format(path.parent)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise InvalidFile(f"there is no {path}: make it with `{made_by}`") from None
+    except (SafetensorError, OSError) as error:
+        raise InvalidFile(f"{path} cannot be read ({error}): make it again with `{made_by}`") from error
+    if "document" not in metadata:
+        raise InvalidFile(f"{path} holds tensors but no Record: make one with `{made_by}`")
+    return parse_document(metadata["document"], path, SCHEMA, RecordDocument, made_by=made_by), tensors
+
+
+def _site(facts: SiteFacts, rules: dict[str, Rule], tensors: "dict[str, Tensor]", path: Path) -> SiteRecord:
+    prefix = f"{facts.name}/"
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if "weight" not in own:
+        raise InvalidFile(f"{path} names the site {facts.name} but holds no weight of it: make it again")
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in own.items():
+        statistic, slash, tensor_name = name.partition("/")
+        if slash:
+            states.setdefault(statistic, {})[tensor_name] = tensor
+    return SiteRecord(
+        **{f.name: getattr(facts, f.name) for f in dataclasses.fields(facts)},
+        weight_NK=own["weight"],
+        bias_N=own.get("bias"),
+        statistics={name: Statistic(rules[name], state) for name, state in states.items()},
+    )

@@ -1,0 +1,35 @@
+"""What a Probe learns about a site, as named states with a rule by which two of them become one.
+
+A statistic is made of one batch's rows (``loka.probe.statistics``); batches, shards and runs are then all merged alike.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loka.core.moments import State, fade_moments, merge_moments
+
+
+class Rule(StrEnum):
+    """How two states of a statistic become one."""
+
+    SUM = "sum"  # counts, histograms, and sums of what is averaged
+    MOMENTS = "moments"  # see loka.core.moments
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One statistic of one site: its tensors and how they merge."""
+
+    rule: Rule
+    tensors: State
+
+    def merge(self, other: "Statistic") -> "Statistic":
+        if self.rule is Rule.MOMENTS:
+            return Statistic(self.rule, merge_moments(self.tensors, other.tensors))
+        return Statistic(self.rule, {name: tensor + other.tensors[name] for name, tensor in self.tensors.items()})
+
+    def fade(self, factor: float) -> "Statistic":
+        """The same, counting for ``factor`` times as much when merged."""
+        if self.rule is Rule.MOMENTS:
+            return Statistic(self.rule, fade_moments(self.tensors, factor))
+        return Statistic(self.rule, {name: tensor * factor for name, tensor in self.tensors.items()})

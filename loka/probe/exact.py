@@ -1,0 +1,20 @@
+"""FP32 products that are FP32: neither TF32 nor autocast, whatever the training around them uses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Inside the block matrix products of FP32 tensors on ``device`` are rounded nowhere else."""
+    # Read by the newer of torch's two interfaces, which never raises, and written by the older, which sets both
+    # (pytorch/pytorch#166387).
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision("high" if before == "tf32" else "highest")

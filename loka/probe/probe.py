@@ -1,0 +1,187 @@
+"""The Probe: learns the distributions of a model's activations and gradients while it trains."""
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.environment import current_environment
+from loka.core.errors import InvalidInput
+from loka.core.fingerprint import fingerprint
+from loka.core.recipe import Format
+from loka.core.record import Record, SiteRecord
+from loka.core.statistics import Statistic
+from loka.kernels.device import device_of
+from loka.nn.blocks import FoundBlocks, find_blocks
+from loka.numerics.formats import format_of
+from loka.probe.budget import plan_memory
+from loka.probe.clock import StepClock
+from loka.probe.exact import exact_products
+from loka.probe.facts import blocks_of, notes_of, producers_of
+from loka.probe.statistics.contract import Rows, observe
+from loka.probe.watch import Call, Watch, watch
+
+logger = logging.getLogger("loka")
+
+
+class Probe:
+    """Watches ``model`` on every ``every``-th step and learns from ``rows`` rows of each call of each linear layer.
+
+    Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
+    touch nothing: compiled graphs stay, and the host never waits for the device. Older samples fade with ``half_life``
+    (in samples), so that the Record speaks of the model as it is now; None keeps all alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        rows: int = 256,
+        memory_budget: int = 2 * 2**30,
+        half_life: float | None = 10.0,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("every", every), ("rows", rows)):
+            if value < 1:
+                raise InvalidInput(f"{name} must be at least 1, got {value}")
+        if half_life is not None and not half_life > 0:
+            raise InvalidInput(f"half_life must be above 0 samples, or None to forget nothing, got {half_life}")
+        self.every = every
+        self.steps_seen = 0
+        self._model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
+        self._sites = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
+        if not self._sites:
+            raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
+        self._device = next(iter(self._sites.values())).weight.device
+        self._rows = rows
+        self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._clock = StepClock(self._device)
+        self._found: FoundBlocks | None = None
+        self._statistics: dict[str, dict[str, Statistic]] = {name: {} for name in self._sites}
+        self._calls: dict[str, dict[int, int]] = {name: {} for name in self._sites}
+        self._trains: set[str] = set()
+        self._notes: dict[str, dict[str, None]] = {name: {} for name in self._sites}
+        self._dtype: torch.dtype | None = None
+        self._samples = 0
+        self._detached = False
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
+        self.memory = plan_memory(self._sites, memory_budget)
+        logger.info("probe: %s", self.memory)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one training step, forward and backward: every ``every``-th, from the first on, is sampled."""
+        is_sampled = self.steps_seen % self.every == 0 and not self._detached
+        self.steps_seen += 1
+        if not is_sampled:
+            with self._clock.timed():
+                yield
+            return
+        with torch.compiler.set_stance("force_eager"), watch(self._model, self._sites, self._rows, self._generator) as seen:
+            yield
+        self._learn(seen)
+
+    def record(self) -> Record:
+        """What was learned so far, copied to the CPU: training may go on."""
+        if not self._samples:
+            raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
+        found = self._found or find_blocks(self._model)
+        sites = {name: self._site(name, found) for name in self._sites}
+        return Record(
+            fingerprint=fingerprint((site.name, site.k, site.n, site.has_bias) for site in sites.values()),
+            environment=current_environment(device_of(self._device)),
+            dtype=self._format(),
+            step_us=self._clock.median_us(),
+            sites=sites,
+            uncovered=tuple(map(str, found.uncovered)),
+            steps_seen=self.steps_seen,
+        )
+
+    def save(self, run: str | Path) -> "Future[Path]":
+        """Take the Record now and write it beside the training: ``.result()`` waits and gives the file."""
+        return self._writer.submit(self.record().save, run)
+
+    def detach(self) -> None:
+        """Stop for good. No hook is on the model between steps, so there is nothing else to undo."""
+        self._detached = True
+        self._writer.shutdown()
+
+    def _learn(self, seen: Watch) -> None:
+        if self._found is None:
+            self._found = blocks_of(self._model, seen)
+        self._samples += 1
+        with torch.no_grad(), exact_products(self._device):
+            for name in self._sites:
+                calls = seen.trained_calls(name)
+                for call in calls:
+                    self._calls[name][call.m] = self._calls[name].get(call.m, 0) + 1
+                    self._dtype = call.dtype
+                if calls:
+                    self._merge(name, [rows for call in calls if (rows := self._finite_rows(name, call))])
+
+    def _merge(self, name: str, batches: list[Rows]) -> None:
+        if not batches:
+            return
+        trains = any(rows.dy_RN is not None for rows in batches)
+        if trains and name not in self._trains:
+            self._trains.add(name)
+            self._statistics[name] = {}  # what was learned without gradients cannot be paired with them
+        elif not trains and name in self._trains:
+            return
+        kept = {key: statistic.fade(self._fade) for key, statistic in self._statistics[name].items()}
+        for rows in batches:
+            new = observe(rows)
+            kept = {key: kept[key].merge(statistic) if key in kept else statistic for key, statistic in new.items()}
+        self._statistics[name] = kept
+
+    def _finite_rows(self, name: str, call: Call) -> Rows | None:
+        finite_R = call.x_RK.isfinite().all(1)
+        if call.dy_RN is not None:
+            finite_R &= call.dy_RN.isfinite().all(1)
+        if not finite_R.all():
+            self._notes[name]["rows with NaN or infinite values were seen and left out"] = None
+        rows = Rows(call.x_RK[finite_R], None if call.dy_RN is None else call.dy_RN[finite_R], self.memory.forms[name])
+        return rows if len(rows.x_RK) else None
+
+    def _site(self, name: str, found: FoundBlocks) -> SiteRecord:
+        module, block = self._sites[name], found.of(name)
+        producers = producers_of(found)
+        return SiteRecord(
+            name=name,
+            k=module.in_features,
+            n=module.out_features,
+            has_bias=module.bias is not None,
+            is_head=bool(block.is_head),
+            trains=name in self._trains,
+            calls={m: count / self._samples for m, count in sorted(self._calls[name].items())},
+            norm=block.norm.module if block.norm else None,
+            norm_kind=block.norm.kind if block.norm else None,
+            activation=block.activation.module if block.activation else None,
+            activation_kind=block.activation.kind if block.activation else None,
+            consumers=tuple(map(str, block.consumers)),
+            producer=producers.get(name),
+            notes=(*notes_of(block), *self._notes[name]),
+            weight_NK=_copy(module.weight),
+            bias_N=None if module.bias is None else _copy(module.bias),
+            statistics={key: _on_cpu(statistic) for key, statistic in self._statistics[name].items()},
+        )
+
+    def _format(self) -> Format:
+        dtype = self._dtype or next(iter(self._sites.values())).weight.dtype
+        if dtype is torch.float32 and self._device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            return Format.TF32
+        return format_of(dtype)
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to("cpu", torch.float32, copy=True)
+
+
+def _on_cpu(statistic: Statistic) -> Statistic:
+    return Statistic(statistic.rule, {name: tensor.to("cpu", copy=True) for name, tensor in statistic.tensors.items()})

@@ -1,0 +1,13 @@
+"""Mean and covariance of x and dy together, so that the gradient of the weight, made of both, comes out right."""
+
+from loka.core.moments import State, moments_of
+from loka.core.statistics import Rule
+from loka.probe.statistics.contract import STATISTICS, Rows
+
+
+@STATISTICS.register("moments")
+class JointMoments:
+    rule = Rule.MOMENTS
+
+    def observe(self, rows: Rows) -> State:
+        return moments_of(rows.joint_RD, rows.covariance)

@@ -1,0 +1,88 @@
+"""Watching one step: hooks on every site that take some rows of x and, when the gradient arrives, the same rows of dy.
+
+Axes:  M rows of a call,  R rows taken of them,  K in_features,  N out_features.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Call:
+    """One call of a site during the step."""
+
+    m: int
+    x_RK: Tensor
+    dtype: torch.dtype  # of the output: what the GEMM ran in
+    dy_RN: Tensor | None = None
+
+
+@dataclass
+class Watch:
+    """What one step showed: the calls of every site in their order, and the first arguments the model was called with."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    example: tuple[Any, ...] | None = None
+    example_autocast: torch.dtype | None = None
+
+    def trained_calls(self, site: str) -> list[Call]:
+        """The calls to learn from. Where some got a gradient, the others are repetitions: activation checkpointing runs a
+        site twice, once without a graph or for a graph that is thrown away."""
+        calls = self.calls.get(site, [])
+        return [call for call in calls if call.dy_RN is not None] or calls
+
+
+@contextmanager
+def watch(model: nn.Module, sites: Mapping[str, nn.Linear], rows: int, generator: torch.Generator) -> Iterator[Watch]:
+    """Hooks on ``model`` while the block runs; behind it there are none."""
+    seen = Watch()
+    handles = [model.register_forward_pre_hook(_example_hook(seen), with_kwargs=True)]
+    handles += [site.register_forward_hook(_site_hook(seen, name, rows, generator)) for name, site in sites.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _example_hook(seen: Watch) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if seen.example is None and not kwargs:
+            seen.example = args
+            device = next((p.device.type for p in module.parameters()), "cpu")
+            seen.example_autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    return hook
+
+
+def _site_hook(seen: Watch, name: str, rows: int, generator: torch.Generator) -> Any:
+    def hook(module: nn.Linear, args: tuple[Tensor, ...], y: Tensor) -> None:
+        x_MK = args[0].detach().reshape(-1, module.in_features)
+        m = x_MK.shape[0]
+        if not m:
+            return
+        chosen_R = choose_rows(m, rows, generator)
+        call = Call(m, x_MK[chosen_R].float(), y.dtype)
+        seen.calls.setdefault(name, []).append(call)
+        if y.requires_grad:
+            y.register_hook(lambda dy: _take_gradient(call, dy, chosen_R))
+
+    return hook
+
+
+def _take_gradient(call: Call, dy: Tensor, chosen_R: Tensor) -> None:
+    call.dy_RN = dy.detach().reshape(call.m, -1)[chosen_R].float()
+
+
+def choose_rows(m: int, rows: int, generator: torch.Generator) -> Tensor:
+    """Indices of ``rows`` different rows out of ``m``, one at random from each of so many equal stretches."""
+    device = generator.device
+    if m <= rows:
+        return torch.arange(m, device=device)
+    position_R = torch.arange(rows, device=device) + torch.rand(rows, generator=generator, device=device, dtype=torch.float64)
+    return (position_R * (m / rows)).long().clamp(max=m - 1)
