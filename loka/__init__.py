@@ -13,12 +13,26 @@ _HOMES = {
     "Workload": "loka.core.workload",
     "BlockNorm": "loka.nn.block_norm",
     "apply_mods": "loka.mods.apply",
+    "FusedBlock": "loka.nn.fused_block",
+    "FusedChain": "loka.nn.fused_block",
     "LokaLinear": "loka.nn.linear",
     "refresh": "loka.nn.weight_casts",
     "LokaError": "loka.core.errors",
 }
 
-__all__ = ["BlockNorm", "LokaError", "LokaLinear", "Probe", "Record", "Workload", "__version__", "apply_mods", "refresh"]
+__all__ = [
+    "BlockNorm",
+    "FusedBlock",
+    "FusedChain",
+    "LokaError",
+    "LokaLinear",
+    "Probe",
+    "Record",
+    "Workload",
+    "__version__",
+    "apply_mods",
+    "refresh",
+]
 
 
 def __getattr__(name: str) -> object:

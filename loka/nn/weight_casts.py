@@ -57,6 +57,11 @@ def stored_cast(module: nn.Module, name: str) -> Tensor:
     return module.get_buffer(PREFIX + name)
 
 
+def drop_casts(module: nn.Module) -> None:
+    for name in [name for name in module._buffers if name.startswith(PREFIX)]:
+        del module._buffers[name]
+
+
 def state_without_casts(module: nn.Module) -> dict[str, Any]:
     """What copies and pickles carry: the weight, from which casts are made again."""
     state = module.__dict__.copy()

@@ -1,0 +1,197 @@
+"""Linear → BlockNorm → activation as one module that runs on the fused FP8 kernels, alone or in a chain.
+
+Where the kernels cannot run (see ``why_reference``) the same module computes the same in high precision.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.errors import InvalidInput
+from loka.nn.block_norm import BlockNorm
+from loka.nn.block_reference import block_reference
+from loka.nn.fused_function import BlockTensors, WeightCodes, cast_weight, run_chain
+from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
+from loka.nn.linear import require_input
+from loka.nn.weight_casts import drop_casts, keep_current, refresh_after_load, state_without_casts, store_casts, stored_cast
+
+
+class FusedBlock(nn.Module):
+    """activation(norm(x·wᵀ + b)) with the parameters and ``state_dict`` of the linear layer it is made from.
+
+    A norm or activation that has parameters of its own, which no fused kernel takes, keeps them under its own name.
+    """
+
+    weight: Tensor
+    why_reference: str | None  # why the block runs in high precision; None where it runs on the fused kernels
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, norm: nn.Module | None, activation: nn.Module | None
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        if isinstance(norm, BlockNorm) and norm.n_features != self.out_features:
+            raise InvalidInput(
+                f"the linear layer has {self.out_features} outputs, the norm behind it {norm.n_features} features"
+            )
+        self.weight, self.bias = weight, bias
+        self.norm, self.activation = norm, activation
+        self.spec = block_spec(self.in_features, norm, activation)
+        self.followers: tuple[FusedBlock, ...] = ()  # what link_blocks makes this block run as well
+        self.follows = False
+        self._chain = _chain_spec((self,), None, (0,))
+        self._bind()
+        self.register_load_state_dict_post_hook(refresh_after_load)
+        keep_current(self)
+
+    @classmethod
+    def from_modules(cls, linear: nn.Linear, norm: nn.Module | None, activation: nn.Module | None) -> "FusedBlock":
+        """A block that shares the very parameters of ``linear``, so that its optimizer goes on as it was."""
+        weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+        if not isinstance(weight, nn.Parameter):
+            raise InvalidInput("the linear layer holds no weight of its own: remove its parametrization before fusing it")
+        block = cls(weight, bias if isinstance(bias, nn.Parameter) else None, norm, activation)
+        return block.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.follows:  # the block in front has done this one's work
+            return input
+        (y,) = _run(self._chain, (self, *self.followers), None, (len(self.followers),), input)
+        return y
+
+    def refresh_weight_casts(self) -> None:
+        """Cast the weight again, into the buffers that are there."""
+        if self.why_reference is None:
+            assert isinstance(self.spec, BlockSpec)
+            store_casts(self, cast_weight(self.weight.detach(), self.spec.blocks)._asdict())
+
+    def tensors(self) -> BlockTensors:
+        """What the fused kernels read."""
+        return BlockTensors(self.weight, self.bias, *(stored_cast(self, name) for name in WeightCodes._fields))
+
+    def reference(self, x: Tensor) -> Tensor:
+        """The block in high precision."""
+        return block_reference(x, self.weight, self.bias, self.norm, self.activation)
+
+    def extra_repr(self) -> str:
+        how = "fused" if self.why_reference is None else f"in high precision: {self.why_reference}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {how}"
+
+    def _bind(self) -> None:
+        why_not = self.spec if isinstance(self.spec, str) else why_not_here(self.weight.device, self.weight.dtype)
+        self.why_reference = why_not
+        if why_not is None:
+            self.refresh_weight_casts()
+        else:
+            drop_casts(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "FusedBlock":
+        """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""
+        super()._apply(fn, recurse)
+        self._bind()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state_without_casts(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()
+        keep_current(self)
+
+
+class FusedChain(nn.Module):
+    """Blocks in a row that hand each other FP8. A BlockNorm in front (``entry``) hands it to the first of them.
+
+    ``outputs`` are the blocks whose result leaves in high precision, for a residual say: one gives a tensor, more a tuple.
+    """
+
+    def __init__(self, blocks: Sequence[FusedBlock], *, entry: BlockNorm | None = None, outputs: Sequence[int] = (-1,)) -> None:
+        super().__init__()
+        _require_fit(blocks, entry)
+        if not outputs or not all(-len(blocks) <= output < len(blocks) for output in outputs):
+            raise InvalidInput(f"outputs must name some of {len(blocks)} blocks by their index, got {tuple(outputs)}")
+        self.entry = entry
+        self.blocks = nn.ModuleList(blocks)
+        self.outputs = tuple(output % len(blocks) for output in outputs)
+        self._chain = _chain_spec(blocks, entry, self.outputs)
+
+    @property
+    def why_reference(self) -> str | None:
+        """Why the chain does not run as one: then each block runs by itself, fused where it can."""
+        return _why_not_chained(self._blocks(), self.entry)
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, ...]:
+        outputs = _run(self._chain, self._blocks(), self.entry, self.outputs, input)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _blocks(self) -> tuple[FusedBlock, ...]:
+        return tuple(self.blocks)  # pyrefly: ignore[bad-return]
+
+
+def link_blocks(blocks: Sequence[FusedBlock]) -> None:
+    """Chain blocks where they are: the first then runs them all, the others pass on what they are given.
+
+    Parameters keep their names. Only for blocks each of which reads nothing but the one in front of it, in every call.
+    """
+    first, *others = blocks
+    _require_fit(blocks, None)
+    if any(block.follows or block.followers for block in blocks):
+        raise InvalidInput("a block is linked already: link each chain once, with all of its blocks")
+    first.followers = tuple(others)
+    first._chain = _chain_spec(blocks, None, (len(others),))
+    for block in others:
+        block.follows = True
+
+
+def _run(
+    spec: ChainSpec | None, blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...], x: Tensor
+) -> tuple[Tensor, ...]:
+    """The outputs asked for: by one chain of kernels, or by the blocks one after another."""
+    require_input(x, blocks[0].weight)
+    if spec is None or _why_not_chained(blocks, entry) or x.numel() == 0:
+        return _run_apart(blocks, entry, outputs, x)
+    device = x.device.type
+    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    results = run_chain(spec, x.reshape(-1, x.shape[-1]), [block.tensors() for block in blocks], out_dtype)
+    return tuple(result.reshape(*x.shape[:-1], result.shape[-1]) for result in results)
+
+
+def _run_apart(
+    blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...], x: Tensor
+) -> tuple[Tensor, ...]:
+    results = {}
+    x = x if entry is None else entry(x)
+    for index, block in enumerate(blocks):
+        able = block.why_reference is None and x.numel() > 0 and len(blocks) > 1
+        x = _run(_chain_spec((block,), None, (0,)), (block,), None, (0,), x)[0] if able else block.reference(x)
+        results[index] = x
+    return tuple(results[index] for index in outputs)
+
+
+def _chain_spec(blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...]) -> ChainSpec | None:
+    """The chain as the kernels see it; None where they cannot compute all of it."""
+    specs = tuple(block.spec for block in blocks if isinstance(block.spec, BlockSpec))
+    entry_spec = None if entry is None else norm_spec(entry)
+    if len(specs) < len(blocks) or isinstance(entry_spec, str):
+        return None
+    return ChainSpec(specs, entry_spec, outputs)
+
+
+def _why_not_chained(blocks: Sequence[FusedBlock], entry: BlockNorm | None) -> str | None:
+    entry_spec = None if entry is None else norm_spec(entry)
+    if isinstance(entry_spec, str):
+        return entry_spec
+    return next((block.why_reference for block in blocks if block.why_reference), None)
+
+
+def _require_fit(blocks: Sequence[FusedBlock], entry: BlockNorm | None) -> None:
+    if not blocks:
+        raise InvalidInput("a chain needs at least one block")
+    given = blocks[0].in_features if entry is None else entry.n_features
+    for index, block in enumerate(blocks):
+        if block.in_features != given:
+            raise InvalidInput(f"block {index} of the chain reads {block.in_features} features, but gets {given}")
+        given = block.out_features

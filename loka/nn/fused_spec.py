@@ -1,0 +1,77 @@
+"""What a fused block computes, read off the modules it is made of, or why the fused kernels cannot compute it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from loka.kernels.device import device_of
+from loka.kernels.providers.triton import READS, missing_triton
+from loka.kernels.triton.tiles import WIDEST_TILE, NormBlocks
+from loka.nn.block_norm import BlockNorm
+from loka.numerics.formats import format_of
+
+# By exact type: a subclass may compute something else.
+_ACTIVATIONS: dict[type, str] = {nn.Hardswish: "hard_swish", nn.ReLU: "relu", nn.Identity: "none", type(None): "none"}
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A BlockNorm as the kernels see it."""
+
+    blocks: NormBlocks
+    eps: float
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """activation(norm(x·wᵀ + b)) of ``in_features`` features."""
+
+    in_features: int
+    norm: NormSpec
+    activation: str
+
+    @property
+    def blocks(self) -> NormBlocks:
+        return self.norm.blocks
+
+
+@dataclass(frozen=True)
+class ChainSpec:
+    """Blocks in a row. ``entry`` is a norm in front of them; ``outputs`` are the blocks whose y leaves in high precision."""
+
+    blocks: tuple[BlockSpec, ...]
+    entry: NormSpec | None = None
+    outputs: tuple[int, ...] = (0,)
+
+
+def norm_spec(norm: nn.Module | None) -> NormSpec | str:
+    """The norm as the kernels see it, or why they do not compute it."""
+    if norm is None:
+        return "has no norm behind it: without its bound the scale of an 8-bit output is not a constant"
+    if type(norm) is not BlockNorm:
+        return f"{type(norm).__name__} is no BlockNorm, whose statistics lie in one tile: apply the Mod block_norm"
+    if norm.sizes[0] > WIDEST_TILE:
+        return f"its norm has blocks of {norm.sizes[0]} features, and a tile holds {WIDEST_TILE}: use BlockNorm(…, block=256)"
+    return NormSpec(NormBlocks(norm.n_features, norm.block), norm.eps)
+
+
+def block_spec(in_features: int, norm: nn.Module | None, activation: nn.Module | None) -> BlockSpec | str:
+    """The block as the kernels see it, or why they do not compute it."""
+    spec = norm_spec(norm)
+    if isinstance(spec, str):
+        return spec
+    kind = _ACTIVATIONS.get(type(activation))
+    if kind is None:
+        known = ", ".join(module.__name__ for module in (nn.Hardswish, nn.ReLU, nn.Identity))
+        return f"the activation {type(activation).__name__} is not one the kernels know ({known}): for SiLU, apply hard_swish"
+    return BlockSpec(in_features, spec, kind)
+
+
+def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the fused kernels cannot run a model of ``dtype`` on ``device``, or None."""
+    if reason := missing_triton(device_of(device)):
+        return reason
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or format_of(dtype) not in READS:
+        return f"reads {', '.join(READS)}, not {dtype}"
+    return None
