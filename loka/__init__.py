@@ -18,6 +18,7 @@ _HOMES = {
     "LokaLinear": "loka.nn.linear",
     "refresh": "loka.nn.weight_casts",
     "LokaError": "loka.core.errors",
+    "make_plan": "loka.planner.plan",
 }
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Workload",
     "__version__",
     "apply_mods",
+    "make_plan",
     "refresh",
 ]
 

@@ -1,12 +1,16 @@
 """The Plan: the kernel chosen for every site and role, with the numbers and the reason, chosen or not."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from loka.core.documents import read_document, write_document
 from loka.core.environment import Environment
+from loka.core.errors import InvalidFile
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.recipe import Format, Transform
@@ -43,12 +47,13 @@ class Refusal(Struct, frozen=True):
 
 
 class BlockPlan(Struct, frozen=True):
-    """A site run with the norm and activation behind it as one kernel. ``fp8_input``: the block in front hands it FP8."""
+    """A site run with the norm and activation behind it as one kernel. ``fp8_input``: the block ``producer`` hands it FP8."""
 
     kernel: str
     norm: str | None
     activation: str | None
     fp8_input: bool = False
+    producer: str | None = None  # a site
 
 
 class SitePlan(Struct, frozen=True):
@@ -73,6 +78,13 @@ class SitePlan(Struct, frozen=True):
     def speedup(self) -> float:
         return self.baseline_us / self.time_us if self.time_us else 1.0
 
+    def in_high_precision(self, kernel: str, reason: str) -> "SitePlan":
+        """The same site given back to ``kernel``, its refusals kept and what it gave up added to them."""
+        choices = {role: Choice(kernel, reason) for role in self.kernels}
+        gave_up = tuple(Refusal(c.kernel, reason, role, self.transform) for role, c in self.kernels.items() if c.error)
+        refused = (*self.refused, *gave_up)
+        return SitePlan(self.site, self.k, self.n, choices, self.baseline_us, self.baseline_us, reason, refused=refused)
+
 
 class PlanDocument(Struct, frozen=True):
     """plan.json"""
@@ -86,6 +98,11 @@ class PlanDocument(Struct, frozen=True):
     sites: tuple[SitePlan, ...]
     keep: tuple[str, ...] = ()
 
+    @property
+    def high_precision(self) -> str:
+        """The kernel of what is not planned."""
+        return f"torch.{self.dtype}"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -97,6 +114,18 @@ class Plan:
     @property
     def sites(self) -> tuple[SitePlan, ...]:
         return self.document.sites
+
+    def giving_back(self, reasons: Mapping[str, str]) -> "Plan":
+        """The plan with the sites of ``reasons`` in high precision; a block behind one of them casts its own input again."""
+        sites = tuple(
+            site.in_high_precision(self.document.high_precision, reasons[site.site])
+            if site.site in reasons
+            else _without_producer(site, reasons)
+            for site in self.sites
+        )
+        wanted = {vector_name(site) for site in sites}
+        vectors = {name: vector for name, vector in self.vectors.items() if name in wanted}
+        return Plan(msgspec.structs.replace(self.document, sites=sites), vectors)
 
     def save(self, run: str | Path) -> Path:
         """Write plan.json, and plan.safetensors where there are vectors, into the folder ``run``; returns the former."""
@@ -111,4 +140,34 @@ class Plan:
         path = Path(run)
         path = path if path.suffix == ".json" else path / "plan.json"
         document = read_document(path, SCHEMA, PlanDocument, made_by=f"loka plan {path.parent}")
-        return cls(document, read_vectors(path.with_suffix(".safetensors")))
+        plan = cls(document, read_vectors(path.with_suffix(".safetensors")))
+        if wrong := _what_is_wrong(plan):
+            raise InvalidFile(f"{path}: {wrong}. Make it again with `loka plan {path.parent}`")
+        return plan
+
+
+def vector_name(site: SitePlan) -> str | None:
+    """The name of the vector that a site's transform needs."""
+    return None if site.transform is Transform.NONE else f"{site.site}/{site.transform}"
+
+
+def _without_producer(site: SitePlan, gone: Mapping[str, str]) -> SitePlan:
+    if site.block is None or site.block.producer not in gone:
+        return site
+    return msgspec.structs.replace(site, block=msgspec.structs.replace(site.block, fp8_input=False, producer=None))
+
+
+def _what_is_wrong(plan: Plan) -> str | None:
+    """What a schema cannot say: sites named once, vectors there and of the right length, chains that lead to a block."""
+    names = [site.site for site in plan.sites]
+    blocks = {site.site for site in plan.sites if site.block}
+    for site in plan.sites:
+        if names.count(site.site) > 1:
+            return f"it names the site {site.site} twice"
+        if (vector := vector_name(site)) is not None:
+            shape = tuple(plan.vectors[vector].shape) if vector in plan.vectors else None
+            if shape != (site.k,):
+                return f"the vector {vector} should have {site.k} values, " + (f"it is {shape}" if shape else "it is missing")
+        if site.block and site.block.fp8_input and site.block.producer not in blocks:
+            return f"{site.site} takes FP8 from {site.block.producer}, which is no block of the plan"
+    return None

@@ -1,0 +1,70 @@
+"""The limits of a plan: what a user may ask for, checked, and whether a measured error is within it."""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from loka.core.errors import InvalidInput
+from loka.core.estimate import Estimate
+from loka.core.gemm import Role
+from loka.core.plan import Goal
+
+METRIC = "mere_floored"
+MAX_ERROR = 0.2
+MIN_SPEEDUP = 1.05
+
+
+@dataclass(frozen=True)
+class Limits:
+    goal: Goal
+    max_error: dict[Role, float]
+    min_speedup: float
+
+    def why_not(self, role: Role, error: Mapping[str, Estimate]) -> str | None:
+        """Why an error does not qualify at ``role``: the upper end of its confidence interval must be within the limit."""
+        estimate = error.get(METRIC)
+        if estimate is None:
+            return f"its error at {role} was not measured"
+        limit = self.max_error[role]
+        if not estimate.high <= limit:
+            return f"{METRIC} at {role} is {estimate.mean:.3g} (up to {estimate.high:.3g}), over max_error {limit:g}"
+        return None
+
+
+def check_limits(goal: Goal | str, max_error: float | Mapping[Role, float], min_speedup: float) -> Limits:
+    """The limits as given, or an error that says what may be given."""
+    if goal not in list(Goal):
+        raise InvalidInput(f"goal must be one of {', '.join(Goal)}, got {goal!r}")
+    given = max_error if isinstance(max_error, Mapping) else dict.fromkeys(Role, max_error)
+    unknown = [role for role in given if role not in list(Role)]
+    if unknown:
+        raise InvalidInput(f"max_error names the role {unknown[0]!r}: the roles are {', '.join(Role)}")
+    limits = {role: given.get(role, MAX_ERROR) for role in Role}
+    for role, limit in limits.items():
+        if not (math.isfinite(limit) and limit > 0):
+            raise InvalidInput(f"max_error of {role} must be a number above 0, such as {MAX_ERROR}, got {limit!r}")
+    if not (math.isfinite(min_speedup) and min_speedup > 0):
+        raise InvalidInput(f"min_speedup must be a number above 0, such as {MIN_SPEEDUP}, got {min_speedup!r}")
+    return Limits(Goal(goal), limits, min_speedup)
+
+
+def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
+    """Sites that ``keep`` names, by themselves, by a module around them or by a pattern → the reason."""
+    names = list(sites)
+    kept: dict[str, str] = {}
+    for pattern in [keep] if isinstance(keep, str) else keep:
+        matched = [name for name in names if any(fnmatchcase(part, pattern) for part in _with_parents(name))]
+        if not matched:
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+            hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"The sites are: {', '.join(names)}"
+            raise InvalidInput(f"keep={pattern!r} matches no site. {hint}")
+        kept.update(dict.fromkeys(matched, f"kept in high precision by keep={pattern!r}"))
+    return kept
+
+
+def _with_parents(name: str) -> list[str]:
+    """``a.b.c`` → ``a``, ``a.b``, ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]

@@ -1,0 +1,150 @@
+"""The ways to run one site: a triple of kernels, a fused block, or high precision; and why the others do not qualify."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from loka.core.gemm import Role
+from loka.core.plan import Goal, Refusal
+from loka.core.recipe import Format, Transform
+from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Times
+from loka.planner.costs import ROLES, SiteCosts, rows_by_measured
+from loka.planner.limits import Limits
+
+Kernels = dict[Role, Candidate]
+ByRole = dict[Role, list[Candidate]]
+Key = tuple[Role, str, Transform]
+HIGH_PRECISION = frozenset(str(format) for format in Format if not format.is_8bit)  # recipes of kernels without scales
+
+
+def key_of(candidate: Candidate) -> Key:
+    return candidate.role, candidate.kernel, candidate.transform
+
+
+@dataclass(frozen=True)
+class SiteOption:
+    """A triple for one site, its time in a step, and that of the fastest triple with each candidate in it."""
+
+    kernels: Kernels
+    time_us: float
+    best_with_us: dict[Key, float]
+
+    @property
+    def transform(self) -> Transform:
+        return next((c.transform for c in self.kernels.values() if c.transform is not Transform.NONE), Transform.NONE)
+
+
+@dataclass(frozen=True)
+class BlockOption:
+    """A fused block; ``cast_us`` of its time in a step is saved where the block in front hands it FP8."""
+
+    block: BlockCandidate
+    time_us: float
+    cast_us: float
+    baseline_us: float
+
+    def step_us(self, fp8_input: bool) -> float:
+        return self.time_us - self.cast_us if fp8_input else self.time_us
+
+
+def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list[Refusal]]:
+    """By role the candidates that are able, accurate enough and timed, the baseline aside; and the refusals of the others."""
+    qualified: ByRole = {role: [] for role in costs.roles}
+    refused = []
+    for candidate in costs.site.candidates:
+        if candidate.role not in ROLES[costs.goal] or candidate.kernel == costs.site.baseline:
+            continue
+        why = candidate.why_not or limits.why_not(candidate.role, candidate.error) or costs.why_not_timed(candidate)
+        if candidate.role not in qualified:
+            why = why or f"{costs.site.baseline} was not timed at {candidate.role}, so there is nothing to compare with"
+        if why:
+            refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
+        else:
+            qualified[candidate.role].append(candidate)
+    return qualified, refused
+
+
+def fastest_of_alike(costs: SiteCosts, qualified: ByRole) -> tuple[ByRole, list[Refusal]]:
+    """Of candidates that read the same casts at the same M only the one with the fastest GEMM can be in the best triple."""
+    leaders: ByRole = {}
+    refused = []
+    for role, candidates in qualified.items():
+        fastest: dict[tuple[object, ...], Candidate] = {}
+        for candidate in sorted(candidates, key=lambda c: (costs.gemm_us(c), c.kernel)):
+            alike = (candidate.forms, candidate.transform, frozenset(candidate.gemm_us))
+            leader = fastest.setdefault(alike, candidate)
+            if leader is not candidate:
+                times = f"{costs.gemm_us(candidate):.4g} µs a step against {costs.gemm_us(leader):.4g}"
+                why = f"reads the same casts as {leader.kernel}, whose GEMM is faster: {times}"
+                refused.append(Refusal(candidate.kernel, why, role, candidate.transform))
+        leaders[role] = list(fastest.values())
+    return leaders, refused
+
+
+def fastest_triple(costs: SiteCosts, qualified: ByRole) -> SiteOption:
+    """The triple that is fastest as a whole; ties go to the one with more high precision, then by name."""
+    best: tuple[tuple[float, int, list[str]], Kernels] | None = None
+    best_with: dict[Key, float] = {}
+    for kernels in _triples(costs, qualified):
+        time_us = costs.step_us(kernels)
+        if time_us is None:
+            continue
+        names = [candidate.kernel for candidate in kernels.values()]
+        order = (time_us, sum(name != costs.site.baseline for name in names), names)
+        if best is None or order < best[0]:
+            best = order, kernels
+        for candidate in kernels.values():
+            best_with[key_of(candidate)] = min(time_us, best_with.get(key_of(candidate), time_us))
+    assert best is not None  # high precision is always among them
+    return SiteOption(best[1], best[0][0], best_with)
+
+
+def _triples(costs: SiteCosts, qualified: ByRole) -> Iterator[Kernels]:
+    for transform in Transform:
+        choices = [[costs.baseline[role], *(c for c in qualified[role] if _fits(c, transform))] for role in costs.roles]
+        for triple in product(*choices):
+            kernels = dict(zip(costs.roles, triple, strict=True))
+            # What has no transform in it at all was seen when the transform was NONE.
+            if transform is Transform.NONE or any(c.transform is transform for c in triple):
+                yield kernels
+
+
+def _fits(candidate: Candidate, transform: Transform) -> bool:
+    """A transform is the site's. What it does not touch stays: high precision, and dgrad where x alone is centered."""
+    untouched = candidate.recipe in HIGH_PRECISION or (transform is Transform.CENTER and candidate.role is Role.DGRAD)
+    return candidate.transform is transform or (untouched and candidate.transform is Transform.NONE)
+
+
+def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], list[Refusal]]:
+    """The fused blocks that are able and accurate enough in every role the goal runs; and the refusals of the others."""
+    options: list[BlockOption] = []
+    refused: list[Refusal] = []
+    for block in site.blocks:
+        option = _block_option(site, block, limits.goal)
+        errors = (limits.why_not(role, block.error.get(role, {})) for role in ROLES[limits.goal])
+        why = block.why_not or next((error for error in errors if error), None)
+        if option is None or why:
+            refused.append(Refusal(block.kernel, why or "was not timed here"))
+        else:
+            options.append(option)
+    return options, refused
+
+
+def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockOption | None:
+    times, baseline = (
+        (block.training_us, block.baseline_training_us)
+        if goal is Goal.TRAINING
+        else (block.forward_us, block.baseline_forward_us)
+    )
+    if not times or not baseline:
+        return None
+    calls = rows_by_measured(site.calls, baseline)
+    if not any(m in times for m in calls):
+        return None
+
+    def total(by_m: Times) -> float:
+        return sum(count * by_m.get(m, 0.0) for m, count in calls.items() if m in times)
+
+    elsewhere_us = sum(count * baseline[m] for m, count in calls.items() if m not in times)  # M it cannot take
+    cast_us = total(block.input_cast_us)
+    return BlockOption(block, total(times) + cast_us + elsewhere_us, cast_us, total(baseline) + elsewhere_us)

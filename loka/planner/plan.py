@@ -1,0 +1,53 @@
+"""``make_plan``: from a Survey the fastest kernels that are accurate enough, with a reason at every site and role."""
+
+from collections.abc import Iterable, Mapping
+
+from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
+from loka.core.plan import Goal, Plan, PlanDocument, vector_name
+from loka.core.survey import Survey
+from loka.planner.chains import Ways, choose_blocks
+from loka.planner.limits import MAX_ERROR, MIN_SPEEDUP, check_limits, kept_sites
+from loka.planner.site_plan import write_site_plan
+from loka.planner.study import study_site
+
+
+def make_plan(
+    survey: Survey,
+    *,
+    goal: Goal | str = Goal.TRAINING,
+    max_error: float | Mapping[Role, float] = MAX_ERROR,
+    min_speedup: float = MIN_SPEEDUP,
+    keep: Iterable[str] = (),
+) -> Plan:
+    """Choose kernels for every site and block in ``survey``.
+
+    A site leaves high precision only for kernels whose error (``mere_floored``, the upper end of its confidence interval) is
+    within ``max_error``, one number or one a role, and that make it at least ``min_speedup`` times as fast, casts included; the
+    fastest such choice wins. Prediction heads stay, and what ``keep`` names: sites, modules around them, or patterns.
+    Every choice and every refusal carries its reason. The same survey and limits give the same plan.
+    """
+    limits = check_limits(goal, max_error, min_speedup)
+    if not survey.sites:
+        raise InvalidInput("the survey has no site to plan for: probe a model with linear layers, then measure it again")
+    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+    kept = kept_sites((site.site for site in survey.sites), patterns)
+    studies = {site.site: study_site(site, limits, kept.get(site.site)) for site in survey.sites}
+    ways = {name: Ways(study.site.producer, study.saved_us, study.blocks) for name, study in studies.items()}
+    blocks = choose_blocks(ways, limits.min_speedup)
+    sites = tuple(write_site_plan(study, blocks.get(name), limits) for name, study in studies.items())
+    document = PlanDocument(
+        fingerprint=survey.document.fingerprint,
+        environment=survey.document.environment,
+        dtype=survey.document.dtype,
+        goal=limits.goal,
+        max_error=limits.max_error,
+        min_speedup=limits.min_speedup,
+        sites=sites,
+        keep=patterns,
+    )
+    wanted = [name for site in sites if (name := vector_name(site))]
+    missing = [name for name in wanted if name not in survey.vectors]
+    if missing:
+        raise InvalidInput(f"the survey lacks the vector {missing[0]}: measure the record again")
+    return Plan(document, {name: survey.vectors[name] for name in wanted})

@@ -1,0 +1,79 @@
+"""What a plan says of one site: the choice at every role with its numbers and reason, and what was refused."""
+
+from loka.core.gemm import Role
+from loka.core.plan import BlockPlan, Choice, Refusal, SitePlan
+from loka.planner.costs import ROLES, SiteCosts
+from loka.planner.limits import METRIC, Limits
+from loka.planner.options import BlockOption, SiteOption
+from loka.planner.study import Study
+
+
+def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits: Limits) -> SitePlan:
+    if block is not None:
+        return _as_block(study, *block, limits)
+    site, costs, option = study.site, study.costs, study.option
+    not_chosen = tuple(
+        Refusal(other.block.kernel, f"saves {_saved(other)}, the site by itself {study.saved_us:.4g} µs a step")
+        for other in study.blocks
+    )
+    refused = (*study.refused, *not_chosen)
+    if study.stays or option is None:
+        stays = study.stays or "nothing was measured"
+        choices = {role: Choice(site.baseline, stays) for role in ROLES[limits.goal]}
+        return SitePlan(site.site, site.k, site.n, choices, study.baseline_us, study.baseline_us, stays, refused=refused)
+    choices = {role: _choice(costs, option, role, limits) for role in ROLES[limits.goal]}
+    reason = f"{costs.baseline_us / option.time_us:.3g}× {site.baseline}, casts included"
+    return SitePlan(
+        site=site.site,
+        k=site.k,
+        n=site.n,
+        kernels=choices,
+        baseline_us=costs.baseline_us,
+        time_us=option.time_us,
+        reason=reason,
+        transform=option.transform,
+        refused=refused,
+    )
+
+
+def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) -> Choice:
+    site = costs.site
+    if role not in option.kernels:
+        return Choice(site.baseline, f"{role} was not measured: no gradient was seen here")
+    candidate = option.kernels[role]
+    time_us = candidate.gemm_us.get(costs.most_frequent_m, 0.0)
+    if candidate.kernel == site.baseline:
+        return Choice(site.baseline, "no kernel that is accurate enough here makes the site faster", time_us=time_us)
+    estimate = candidate.error[METRIC]
+    reason = f"{candidate.recipe}: {METRIC} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
+    return Choice(candidate.kernel, reason, estimate, time_us)
+
+
+def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits) -> SitePlan:
+    site, block = study.site, option.block
+    time_us = option.step_us(fp8_input)
+    reason = f"{option.baseline_us / time_us:.3g}× the compiled high-precision block" + (", input in FP8" if fp8_input else "")
+    choices = {}
+    for role in ROLES[limits.goal]:
+        estimate = block.error[role][METRIC]
+        why = f"fused block: {METRIC} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
+        choices[role] = Choice(block.kernel, why, estimate)
+    instead = f"the block {block.kernel} saves {option.baseline_us - time_us:.4g} µs a step"
+    chosen = study.option.kernels if study.option and not study.stays else {}
+    also = [Refusal(c.kernel, instead, role, c.transform) for role, c in chosen.items() if c.kernel != site.baseline]
+    others = [Refusal(other.block.kernel, f"saves {_saved(other)}; {instead}") for other in study.blocks if other is not option]
+    return SitePlan(
+        site=site.site,
+        k=site.k,
+        n=site.n,
+        kernels=choices,
+        baseline_us=option.baseline_us,
+        time_us=time_us,
+        reason=reason,
+        block=BlockPlan(block.kernel, block.norm, block.activation, fp8_input, site.producer if fp8_input else None),
+        refused=(*study.refused, *also, *others),
+    )
+
+
+def _saved(option: BlockOption) -> str:
+    return f"{option.baseline_us - option.time_us:.4g} µs a step"

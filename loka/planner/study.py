@@ -1,0 +1,77 @@
+"""One site studied by itself: its fastest triple, the blocks it could be, and why everything else is refused."""
+
+from dataclasses import dataclass
+
+from loka.core.plan import Goal, Refusal
+from loka.core.survey import SiteSurvey
+from loka.planner.costs import ROLES, SiteCosts
+from loka.planner.limits import Limits
+from loka.planner.options import (
+    BlockOption,
+    ByRole,
+    SiteOption,
+    block_options,
+    fastest_of_alike,
+    fastest_triple,
+    key_of,
+    qualified_candidates,
+)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is known of one site before chains are chosen. ``stays`` says why it stays in high precision, if it does."""
+
+    site: SiteSurvey
+    costs: SiteCosts
+    stays: str | None
+    option: SiteOption | None
+    blocks: tuple[BlockOption, ...]
+    refused: tuple[Refusal, ...]
+
+    @property
+    def baseline_us(self) -> float:
+        return self.costs.baseline_us if self.costs.is_measured else 0.0
+
+    @property
+    def saved_us(self) -> float:
+        return 0.0 if self.stays or self.option is None else self.baseline_us - self.option.time_us
+
+
+def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
+    costs = SiteCosts(site, limits.goal)
+    stays = kept or ("a prediction head, and heads stay in high precision" if site.is_head else None)
+    if not stays and not costs.is_measured:
+        stays = f"its baseline {site.baseline} was not timed, so there is nothing to compare with"
+    if stays:
+        return Study(site, costs, stays, None, (), _refused_for(site, stays, limits.goal))
+    blocks, refused_blocks = block_options(site, limits)
+    qualified, refused = qualified_candidates(costs, limits)
+    leaders, slower = fastest_of_alike(costs, qualified)
+    option = fastest_triple(costs, leaders)
+    stays = _why_stay(costs, option, leaders, limits)
+    against = f"{costs.baseline_us:.4g} in high precision" if stays else f"{option.time_us:.4g} as chosen"
+    for candidate in (c for candidates in leaders.values() for c in candidates):
+        if stays or option.kernels[candidate.role] is not candidate:
+            at_best_us = option.best_with_us[key_of(candidate)]
+            why = f"accurate enough, but with it the site takes at best {at_best_us:.4g} µs a step, {against}"
+            refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
+    return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks))
+
+
+def _why_stay(costs: SiteCosts, option: SiteOption, leaders: ByRole, limits: Limits) -> str | None:
+    if not any(leaders.values()):
+        return "no kernel is able and accurate enough"
+    if all(candidate.kernel == costs.site.baseline for candidate in option.kernels.values()):
+        return f"no kernel that is accurate enough makes it faster than {costs.site.baseline}, casts included"
+    if costs.baseline_us < limits.min_speedup * option.time_us:
+        speedup = costs.baseline_us / option.time_us
+        names = ", ".join(f"{role} {candidate.kernel}" for role, candidate in option.kernels.items())
+        return f"the fastest that is accurate enough ({names}) is {speedup:.3g}× high precision, under {limits.min_speedup:g}×"
+    return None
+
+
+def _refused_for(site: SiteSurvey, why: str, goal: Goal) -> tuple[Refusal, ...]:
+    candidates = [c for c in site.candidates if c.role in ROLES[goal] and c.kernel != site.baseline]
+    refused = [Refusal(c.kernel, c.why_not or why, c.role, c.transform) for c in candidates]
+    return (*refused, *(Refusal(block.kernel, block.why_not or why) for block in site.blocks))

@@ -1,0 +1,124 @@
+"""Blocks and chains of them, against brute force over every assignment of a chain."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_survey import baseline, candidate, error, site, survey
+
+import loka
+from loka.core.gemm import Role
+from loka.core.plan import Goal
+from loka.core.survey import BlockCandidate, SiteSurvey
+
+M = 100
+ERRORS = {role: error(0.1) for role in Role}
+
+
+def block(us: float, base: float, cast: float = 0.0, norm: str | None = "norm", **fields: object) -> BlockCandidate:
+    plain = {
+        "error": ERRORS, "input_cast_us": {M: cast},
+        "forward_us": {M: us}, "baseline_forward_us": {M: base}, "training_us": {M: us}, "baseline_training_us": {M: base},
+    }  # fmt: skip
+    return BlockCandidate("triton.block", norm, "activation", **{**plain, **fields})  # type: ignore[arg-type]
+
+
+def one(name: str, own_us: float, *blocks: BlockCandidate, **fields: object) -> SiteSurvey:
+    """A site of 100 µs in high precision and ``own_us`` by a kernel of its own that needs no cast."""
+    own = candidate("a.one", Role.FPROP, {M: own_us}, forms=("fp32", "fp32"))
+    return site(name, (*baseline({Role.FPROP: {M: 100.0}}), own), blocks=blocks, **fields)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[SiteSurvey, ...]:
+    sites = []
+    for index in range(draw(st.integers(1, 4))):
+        blocks = [
+            block(draw(st.floats(20, 200)), 150.0, draw(st.floats(0, 60)), norm=draw(st.sampled_from(["norm", None])))
+            for _ in range(draw(st.integers(0, 2)))
+        ]
+        producer = f"site{index - 1}" if draw(st.booleans()) else None
+        sites.append(one(f"site{index}", draw(st.floats(40, 120)), *blocks, producer=producer))
+    return tuple(sites)
+
+
+def brute_force(sites: tuple[SiteSurvey, ...], least: float) -> float:
+    """The most that can be saved: every site as itself or as any of its blocks, in every combination."""
+    most = 0.0
+    for ways in product(*((None, *range(len(s.blocks))) for s in sites)):
+        chosen = {s.site: None if way is None else s.blocks[way] for s, way in zip(sites, ways, strict=True)}
+        saved = 0.0
+        for s in sites:
+            candidate_block = chosen[s.site]
+            if candidate_block is None:
+                own = s.candidates[1].gemm_us[M]
+                saved += 100 - own if least * own <= 100 else 0.0
+                continue
+            front = chosen.get(s.producer) if s.producer else None
+            fed = front is not None and front.norm is not None
+            us = candidate_block.training_us[M] + (0.0 if fed else candidate_block.input_cast_us[M])
+            if least * us > 150.0:
+                break
+            saved += 150.0 - us
+        else:
+            most = max(most, saved)
+    return most
+
+
+@settings(max_examples=60)
+@given(sites=chains(), least=st.sampled_from([1.0, 1.2, 2.0]))
+def test_a_chain_is_chosen_as_a_whole(sites: tuple[SiteSurvey, ...], least: float) -> None:
+    plan = loka.make_plan(survey(*sites), min_speedup=least)
+    assert sum(s.baseline_us - s.time_us for s in plan.sites) == pytest.approx(brute_force(sites, least))
+    by_name = {s.site: s for s in plan.sites}
+    for planned in plan.sites:
+        if planned.block and planned.block.fp8_input:
+            front = by_name[planned.block.producer or ""]
+            assert front.block is not None
+            assert front.block.norm is not None
+
+
+def test_fp8_from_the_block_in_front_saves_the_cast() -> None:
+    """The second block alone is slower than high precision; behind the first it is worth it."""
+    first, second = one("a", 100.0, block(50, 150, cast=10)), one("b", 100.0, block(100, 150, cast=60), producer="a")
+    plan = loka.make_plan(survey(first, second))
+    assert [s.block is not None for s in plan.sites] == [True, True]
+    assert plan.sites[1].block is not None
+    assert (plan.sites[1].block.fp8_input, plan.sites[1].block.producer) == (True, "a")
+    assert [s.time_us for s in plan.sites] == [60, 100]
+    alone = loka.make_plan(survey(first, second), keep=["a"]).sites[1]
+    assert alone.block is None
+    assert [r.reason for r in alone.refused if r.role is None] == ["saves -10 µs a step, the site by itself 0 µs a step"]
+
+
+def test_a_block_is_judged_in_every_role_that_runs() -> None:
+    bad_backward = {**ERRORS, Role.WGRAD: error(0.5)}
+    risky = one("a", 100.0, block(50, 150, error=bad_backward))
+    training = loka.make_plan(survey(risky)).sites[0]
+    assert training.block is None
+    assert [r.reason for r in training.refused if r.role is None] == [
+        "mere_floored at wgrad is 0.45 (up to 0.5), over max_error 0.2"
+    ]
+    assert loka.make_plan(survey(risky), goal="serving").sites[0].block is not None
+    assert loka.make_plan(survey(risky), max_error={Role.WGRAD: 0.6}).sites[0].block is not None
+
+
+@pytest.mark.parametrize("goal", Goal)
+def test_the_time_of_the_goal_counts(goal: Goal) -> None:
+    slow_backward = one("a", 100.0, block(50, 150, training_us={M: 400.0}, baseline_training_us={M: 300.0}))
+    assert (loka.make_plan(survey(slow_backward), goal=goal).sites[0].block is not None) == (goal is Goal.SERVING)
+
+
+def test_a_kernel_of_the_site_that_saves_more_wins_over_its_block() -> None:
+    plan = loka.make_plan(survey(one("a", 20.0, block(120, 150))))
+    assert plan.sites[0].block is None
+    assert plan.sites[0].kernels[Role.FPROP].kernel == "a.one"
+    better = loka.make_plan(survey(one("a", 90.0, block(50, 150)))).sites[0]
+    assert better.block is not None
+    assert [r.reason for r in better.refused] == ["the block triton.block saves 100 µs a step"]
+
+
+def test_a_block_that_cannot_run_says_why() -> None:
+    plan = loka.make_plan(survey(one("a", 100.0, BlockCandidate("triton.block", "norm", None, why_not="no Triton here"))))
+    assert [r.reason for r in plan.sites[0].refused if r.role is None] == ["no Triton here"]

@@ -1,0 +1,83 @@
+"""The plan as a whole: limits, what is kept, and how a refusal of the input reads."""
+
+import math
+from pathlib import Path
+
+import pytest
+from planned_survey import BASELINE, ENVIRONMENT, baseline, candidate, site, survey
+
+import loka
+from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
+from loka.core.plan import Goal, Plan
+from loka.core.recipe import Transform
+
+M = 100
+
+
+def fast(name: str, **fields: object):  # type: ignore[no-untyped-def]
+    own = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"))
+    return site(name, (*baseline({role: {M: 100.0} for role in Role}), own), **fields)
+
+
+def test_heads_and_what_is_kept_stay_in_high_precision() -> None:
+    sites = [fast("towers.0.in"), fast("towers.1.in"), fast("mlp.0"), fast("out", is_head=True)]
+    plan = loka.make_plan(survey(*sites), keep=["towers.1", "mlp.*"])
+    assert {s.site: s.is_low_precision for s in plan.sites} == {
+        "towers.0.in": True, "towers.1.in": False, "mlp.0": False, "out": False,
+    }  # fmt: skip
+    reasons = {s.site: s.reason for s in plan.sites}
+    assert reasons["towers.1.in"] == "kept in high precision by keep='towers.1'"
+    assert reasons["out"] == "a prediction head, and heads stay in high precision"
+    assert all(choice.kernel == BASELINE for choice in plan.sites[3].kernels.values())
+    assert plan.document.keep == ("towers.1", "mlp.*")
+    assert {r.reason for r in plan.sites[3].refused} == {reasons["out"]}
+
+
+def test_a_plan_carries_where_it_comes_from_and_survives_its_file(tmp_path: Path) -> None:
+    plan = loka.make_plan(
+        survey(fast("a"), fast("b", is_head=True)), goal="serving", max_error={Role.FPROP: 0.3}, min_speedup=1.2
+    )
+    document = plan.document
+    assert (document.fingerprint, document.environment, document.goal) == ("0123456789abcdef", ENVIRONMENT, Goal.SERVING)
+    assert document.max_error == {Role.FPROP: 0.3, Role.DGRAD: 0.2, Role.WGRAD: 0.2}
+    plan.save(tmp_path)
+    assert Plan.load(tmp_path) == plan
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"goal": "train"}, "goal must be one of training, serving, got 'train'"),
+        ({"max_error": 0.0}, "max_error of fprop must be a number above 0, such as 0.2, got 0.0"),
+        ({"max_error": math.nan}, "max_error of fprop must be a number above 0"),
+        ({"max_error": {Role.DGRAD: -1.0}}, "max_error of dgrad must be a number above 0, such as 0.2, got -1.0"),
+        ({"max_error": {"forward": 0.1}}, "max_error names the role 'forward': the roles are fprop, dgrad, wgrad"),
+        ({"min_speedup": 0.0}, "min_speedup must be a number above 0, such as 1.05, got 0.0"),
+        ({"min_speedup": math.inf}, "min_speedup must be a number above 0"),
+        ({"keep": ["tower.0"]}, r"keep='tower.0' matches no site. Did you mean 'towers.0'\?"),
+        ({"keep": ["zzz"]}, "keep='zzz' matches no site. The sites are: towers.0"),
+    ],
+)
+def test_bad_limits_say_what_may_be_given(limits: dict, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        loka.make_plan(survey(fast("towers.0")), **limits)
+
+
+def test_an_empty_survey_has_nothing_to_plan() -> None:
+    with pytest.raises(InvalidInput, match="no site to plan for: probe a model with linear layers"):
+        loka.make_plan(survey())
+
+
+def test_a_site_whose_baseline_was_not_timed_stays() -> None:
+    own = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"))
+    one = loka.make_plan(survey(site("a", (own,)))).sites[0]
+    assert one.reason == "its baseline torch.fp32 was not timed, so there is nothing to compare with"
+    assert [r.reason for r in one.refused] == [one.reason]
+
+
+def test_a_transform_without_its_vector_is_refused() -> None:
+    own = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"), transform=Transform.CENTER)
+    with pytest.raises(InvalidInput, match="the survey lacks the vector a/center: measure the record again"):
+        loka.make_plan(survey(site("a", (*baseline({Role.FPROP: {M: 100.0}}), own))))

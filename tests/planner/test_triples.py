@@ -1,0 +1,233 @@
+"""The choice at one site against brute force over every triple, computed here from the definition of a site's cost."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_survey import BASELINE, baseline, candidate, error, site, survey
+
+import loka
+from loka.core.gemm import SOURCES, Role, TensorName
+from loka.core.plan import Goal, SitePlan
+from loka.core.recipe import Transform
+from loka.core.survey import Candidate, CastTime, SiteSurvey
+
+M = 100
+ALL_ROLES = {role: {M: 100.0} for role in Role}
+
+
+def single(tensor: TensorName, form: str, us: float, m: int = M) -> CastTime:
+    return CastTime(tensor, (form,), {m: us})
+
+
+def plan_of(one: SiteSurvey, **limits: object) -> SitePlan:
+    return loka.make_plan(survey(one), **limits).sites[0]  # type: ignore[arg-type]
+
+
+def brute_force(one: SiteSurvey, goal: Goal, limit: float) -> float:
+    """The least time of a step over all triples of kernels within ``limit``, each priced call by call."""
+    roles = list(Role) if goal is Goal.TRAINING else [Role.FPROP]
+    at = {(c.role, c.kernel): c for c in one.candidates}
+    casts = {(c.tensor, frozenset(c.forms)): c.time_us for c in one.casts}
+    measured = sorted(at[Role.FPROP, BASELINE].gemm_us)
+
+    def cast_us(tensor: TensorName, forms: set[str], m: int) -> float:
+        forms = forms - {"fp32"}
+        if not forms:
+            return 0.0
+        if (tensor, frozenset(forms)) in casts:
+            return casts[tensor, frozenset(forms)][m]
+        return sum(casts[tensor, frozenset([form])][m] for form in forms)
+
+    def step_us(triple: tuple[Candidate, ...]) -> float:
+        reads: dict[TensorName, set[str]] = {}
+        for c in triple:
+            for source, form in zip(SOURCES[c.role], c.forms, strict=True):
+                reads.setdefault(source.tensor, set()).add(form)
+        total = cast_us(TensorName.W, reads.get(TensorName.W, set()), M) if goal is Goal.TRAINING else 0.0
+        for m, count in one.calls.items():
+            nearest = next((other for other in measured if other >= m), measured[-1])
+            runs = triple if all(nearest in c.gemm_us for c in triple) else [at[role, BASELINE] for role in roles]
+            total += count * sum(c.gemm_us[nearest] for c in runs)
+            if runs is triple:
+                total += count * sum(cast_us(t, forms, nearest) for t, forms in reads.items() if t is not TensorName.W)
+        return total
+
+    def able(c: Candidate) -> bool:
+        return c.kernel == BASELINE or (c.why_not is None and c.error["mere_floored"].high <= limit)
+
+    triples = product(*([c for c in one.candidates if c.role is role and able(c)] for role in roles))
+    return min(step_us(triple) for triple in triples)
+
+
+times = st.floats(1.0, 100.0)
+KERNELS = ("a.one", "a.two", "b.one")
+FORMS = {"a.one": "row", "a.two": "row", "b.one": "block"}  # a.one and a.two share their casts
+
+
+@st.composite
+def surveys(draw: st.DrawFn) -> SiteSurvey:
+    rows = [M, 64] if draw(st.booleans()) else [M]
+    candidates = list(baseline({role: {m: draw(times) for m in rows} for role in Role}))
+    for kernel, role in product(KERNELS, Role):
+        takes = rows if draw(st.integers(0, 3)) else rows[:1]
+        forms = tuple(FORMS[kernel] + ("ᵀ" if source.transposed else "") for source in SOURCES[role])
+        why_not = "cannot" if draw(st.integers(0, 5)) == 0 else None
+        us = {} if why_not else {m: draw(times) for m in takes}
+        high = draw(st.sampled_from([0.05, 0.15, 0.25, 0.5]))
+        candidates.append(candidate(kernel, role, us, forms=forms, why_not=why_not, error=error(high)))
+    casts = [
+        CastTime(tensor, forms, dict.fromkeys(rows, draw(times)) if tensor is TensorName.W else {m: draw(times) for m in rows})
+        for tensor in TensorName
+        for forms in [("block",), ("blockᵀ",), ("row",), ("rowᵀ",), *([("row", "rowᵀ")] if draw(st.booleans()) else [])]
+    ]
+    calls = draw(st.dictionaries(st.integers(1, 120), st.floats(0.5, 8), min_size=1, max_size=3))
+    return site("tower.0", tuple(candidates), tuple(casts), calls=calls)
+
+
+@settings(max_examples=80)
+@given(
+    one=surveys(), goal=st.sampled_from(Goal), limit=st.sampled_from([0.1, 0.2, 0.4]), least=st.sampled_from([1.0, 1.3, 2.0])
+)
+def test_the_choice_is_the_best_of_all_triples(one: SiteSurvey, goal: Goal, limit: float, least: float) -> None:
+    plan = plan_of(one, goal=goal, max_error=limit, min_speedup=least)
+    best = brute_force(one, goal, limit)
+    if plan.baseline_us >= least * best * (1 + 1e-9) and best < plan.baseline_us * (1 - 1e-9):
+        assert plan.is_low_precision
+    if plan.is_low_precision:
+        assert plan.time_us == pytest.approx(best)
+        assert plan.speedup >= least * (1 - 1e-9)
+        assert all(choice.error is None or choice.error.high <= limit for choice in plan.kernels.values())
+    else:
+        assert plan.time_us == plan.baseline_us
+    # A reason at every role, and every candidate is chosen or refused.
+    roles = list(Role) if goal is Goal.TRAINING else [Role.FPROP]
+    assert list(plan.kernels) == roles
+    assert plan.reason
+    assert all(choice.reason for choice in plan.kernels.values())
+    told = {(role, choice.kernel) for role, choice in plan.kernels.items()} | {(r.role, r.kernel) for r in plan.refused}
+    assert told >= {(role, kernel) for role in roles for kernel in KERNELS}
+    assert plan == plan_of(one, goal=goal, max_error=limit, min_speedup=least)
+
+
+def test_a_shared_cast_is_paid_once() -> None:
+    """x's row form costs 60: too much for either role alone, worth it for both together where they read the same one."""
+    fprop = candidate("a.one", Role.FPROP, {M: 60.0}, forms=("row", "w"))
+    wgrad = candidate("a.one", Role.WGRAD, {M: 60.0}, forms=("dyᵀ", "row"))
+    casts = (
+        single(TensorName.X, "row", 60.0), single(TensorName.W, "w", 1.0), single(TensorName.DY, "dyᵀ", 1.0),
+    )  # fmt: skip
+    both = plan_of(site("s", (*baseline(ALL_ROLES), fprop, wgrad), casts))
+    assert {role: choice.kernel for role, choice in both.kernels.items()} == {
+        Role.FPROP: "a.one", Role.DGRAD: BASELINE, Role.WGRAD: "a.one",
+    }  # fmt: skip
+    assert both.time_us == 60 + 60 + 100 + 60 + 1 + 1
+    alone = plan_of(site("s", (*baseline(ALL_ROLES), fprop), casts))
+    assert not alone.is_low_precision
+    assert "no kernel that is accurate enough makes it faster than torch.fp32" in alone.reason
+
+
+def test_forms_timed_together_cost_what_they_cost_together() -> None:
+    fprop = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("row", "w"))
+    wgrad = candidate("a.one", Role.WGRAD, {M: 10.0}, forms=("dyᵀ", "rowᵀ"))
+    casts = (
+        single(TensorName.X, "row", 20.0), single(TensorName.X, "rowᵀ", 30.0),
+        single(TensorName.W, "w", 0.0), single(TensorName.DY, "dyᵀ", 0.0),
+    )  # fmt: skip
+    apart = plan_of(site("s", (*baseline(ALL_ROLES), fprop, wgrad), casts))
+    assert apart.time_us == 10 + 10 + 100 + 20 + 30
+    together = CastTime(TensorName.X, ("row", "rowᵀ"), {M: 35.0})
+    assert plan_of(site("s", (*baseline(ALL_ROLES), fprop, wgrad), (*casts, together))).time_us == 10 + 10 + 100 + 35
+
+
+def test_the_weight_is_cast_once_a_step_in_training_and_never_in_serving() -> None:
+    fprop = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("row", "w"))
+    casts = (single(TensorName.X, "row", 5.0), single(TensorName.W, "w", 70.0))
+    one = site("s", (*baseline(ALL_ROLES), fprop), casts, calls={M: 4.0})
+    assert plan_of(one, goal="training").time_us == 4 * (10 + 5 + 200) + 70
+    assert plan_of(one, goal="serving").time_us == 4 * (10 + 5)
+
+
+def test_an_m_that_the_kernel_cannot_take_costs_high_precision() -> None:
+    fprop = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "w"))
+    one = site(
+        "s", (*baseline({Role.FPROP: {M: 100.0, 7: 9.0}}), fprop), (single(TensorName.W, "w", 0.0),), calls={M: 3.0, 7: 1.0}
+    )
+    assert plan_of(one, goal="serving").time_us == 3 * 10 + 9
+    assert plan_of(one, goal="serving").baseline_us == 3 * 100 + 9
+
+
+def test_a_transform_is_the_whole_sites() -> None:
+    """fprop is rescued by centering, wgrad by rescaling alone: the site can have one of them."""
+    bad = error(0.9)
+    row = {"forms": ("row", "w")}
+    candidates = (
+        *baseline(ALL_ROLES),
+        candidate("a.one", Role.FPROP, {M: 10.0}, **row, error=bad),
+        candidate("a.one", Role.FPROP, {M: 20.0}, forms=("row center", "w"), transform=Transform.CENTER),
+        candidate("a.one", Role.WGRAD, {M: 30.0}, forms=("dyᵀ", "rowᵀ rescale"), transform=Transform.RESCALE),
+        candidate("a.one", Role.DGRAD, {M: 40.0}, forms=("dy", "wᵀ")),
+    )
+    casts = tuple(
+        single(tensor, form, 0.0)
+        for tensor, forms in {
+            TensorName.X: ("row", "row center", "rowᵀ rescale"), TensorName.W: ("w", "wᵀ"), TensorName.DY: ("dy", "dyᵀ"),
+        }.items()
+        for form in forms
+    )  # fmt: skip
+    vectors = {"s/center": torch.zeros(64), "s/rescale": torch.ones(64)}
+    plan = loka.make_plan(survey(site("s", candidates, casts), vectors=vectors))
+    one = plan.sites[0]
+    assert one.transform is Transform.CENTER
+    # dgrad reads no x, so it needs no centered twin.
+    assert [one.kernels[role].kernel for role in Role] == ["a.one", "a.one", BASELINE]
+    assert one.time_us == 20 + 40 + 100
+    assert plan.vectors.keys() == {"s/center"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"error": error(0.3)}, "mere_floored at fprop is 0.27 (up to 0.3), over max_error 0.2"),
+        ({"error": {}}, "its error at fprop was not measured"),
+        ({"why_not": "needs sm_90", "error": {}, "us": {}}, "needs sm_90"),
+        ({"us": {}}, "its GEMM cannot be timed here"),
+        ({"forms": ("unknown", "w")}, "its cast of x to unknown was not timed"),
+        ({"us": {8: 1.0}}, "takes none of the rows that were seen"),
+        ({"us": {M: 99.0}}, "accurate enough, but with it the site takes at best 300 µs a step, 300 in high precision"),
+    ],
+)
+def test_refusals_say_why(changes: dict, reason: str) -> None:
+    fields = {"us": {M: 10.0}, "forms": ("row", "w"), **changes}
+    casts = (single(TensorName.X, "row", 1.0), single(TensorName.W, "w", 0.0))
+    one = plan_of(site("s", (*baseline(ALL_ROLES), candidate("a.one", Role.FPROP, fields.pop("us"), **fields)), casts))
+    assert [refusal.reason for refusal in one.refused] == [reason]
+    assert not one.is_low_precision
+
+
+def test_of_kernels_with_the_same_casts_the_faster_wins() -> None:
+    casts = (single(TensorName.X, "row", 1.0),)
+    slow, fast = (
+        candidate(f"a.{name}", Role.FPROP, {M: us}, forms=("row", "fp32")) for name, us in (("slow", 30.0), ("fast", 20.0))
+    )
+    one = plan_of(site("s", (*baseline(ALL_ROLES), slow, fast), casts), goal="serving")
+    assert one.kernels[Role.FPROP].kernel == "a.fast"
+    assert [r.reason for r in one.refused] == ["reads the same casts as a.fast, whose GEMM is faster: 30 µs a step against 20"]
+
+
+def test_too_small_a_gain_leaves_the_site_alone() -> None:
+    casts = (single(TensorName.X, "row", 1.0),)
+    fprop = candidate("a.one", Role.FPROP, {M: 95.0}, forms=("row", "fp32"))
+    one = plan_of(site("s", (*baseline(ALL_ROLES), fprop), casts), goal="serving")
+    assert not one.is_low_precision
+    assert one.reason == "the fastest that is accurate enough (fprop a.one) is 1.04× high precision, under 1.05×"
+
+
+def test_a_site_without_gradients_is_planned_by_its_fprop() -> None:
+    casts = (single(TensorName.X, "row", 1.0), single(TensorName.W, "w", 1.0))
+    fprop = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("row", "w"))
+    one = plan_of(site("s", (*baseline({Role.FPROP: {M: 100.0}}), fprop), casts))
+    assert one.kernels[Role.FPROP].kernel == "a.one"
+    assert "no gradient was seen here" in one.kernels[Role.WGRAD].reason
