@@ -11,11 +11,12 @@ from typing import Protocol
 from torch import Tensor
 
 from loka.core.gemm import Device, TensorName
-from loka.core.recipe import Format
+from loka.core.recipe import Format, Transform
 from loka.core.registry import Registry
 from loka.kernels import providers
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, Operand
+from loka.kernels.transforms import TransformVectors, apply_to
 from loka.numerics.formats import format_of, torch_dtype
 
 
@@ -52,12 +53,21 @@ def choose_caster(form: Form, problem: CastProblem) -> str:
     return next(name for name in PREFERENCE if name in CASTERS and CASTERS.get(name).why_not(form, problem) is None)
 
 
-def cast(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> tuple[Operand, ...]:
+def cast(
+    name: TensorName, tensor: Tensor, forms: Sequence[Form], vectors: TransformVectors | None = None
+) -> tuple[Operand, ...]:
     """Cast the 2-D ``tensor`` into all ``forms``: high-precision ones by dtype alone, the others by their casters."""
-    operands: dict[Form, Operand] = {form: cast_high_precision(tensor, form) for form in forms if not form.spec.format.is_8bit}
+    operands: dict[Form, Operand] = {}
+    for transform, share in _by_transform(forms).items():
+        operands.update(_cast_alike(name, apply_to(name, tensor, transform, vectors), share))
+    return tuple(operands[form] for form in forms)
+
+
+def _cast_alike(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict[Form, Operand]:
+    operands = {form: cast_high_precision(tensor, form) for form in forms if not form.spec.format.is_8bit}
     for caster, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
         operands.update(zip(share, CASTERS.get(caster).cast(tensor, share), strict=True))
-    return tuple(operands[form] for form in forms)
+    return operands
 
 
 def cast_high_precision(tensor: Tensor, form: Form) -> Operand:
@@ -65,6 +75,13 @@ def cast_high_precision(tensor: Tensor, form: Form) -> Operand:
     codes = tensor.to(torch_dtype(form.spec.format))
     codes = codes.t() if form.transposed else codes
     return Operand(codes, None, codes.shape[0], codes.shape[1], form.spec)
+
+
+def _by_transform(forms: Sequence[Form]) -> dict[Transform, list[Form]]:
+    shares: dict[Transform, list[Form]] = {}
+    for form in forms:
+        shares.setdefault(form.transform, []).append(form)
+    return shares
 
 
 def _by_caster(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict[str, list[Form]]:

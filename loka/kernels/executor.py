@@ -1,7 +1,7 @@
 """The site executor: casts and GEMMs of one linear layer, strung together for all three roles.
 
 Measure times its parts, Dispatch runs them: what was measured is what runs. The parts are ``cast`` for each of x, dy and
-w, and ``multiply`` for each role; every caller composes those two.
+w, and ``multiply`` for each role; every caller composes those two. A transform of the site lies inside both.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from loka.core.errors import InvalidInput
 from loka.core.gemm import SOURCES, Role, TensorName
+from loka.core.recipe import Transform
 from loka.kernels.casting import cast
 from loka.kernels.contract import KERNELS, Kernel, multiply
 from loka.kernels.operand import Form, Operand
+from loka.kernels.transforms import TransformVectors, changes, shifted_bias, undo_behind
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class SiteKernels:
 class SiteExecutor:
     """Runs one site's GEMMs with given kernels. Stateless: tensors and operands pass through, none is kept."""
 
-    def __init__(self, kernels: SiteKernels) -> None:
+    def __init__(self, kernels: SiteKernels, transform: Transform = Transform.NONE) -> None:
+        self.transform = transform
         self.kernels: Mapping[Role, Kernel] = {role: KERNELS.get(kernels.of(role)) for role in Role}
         self.forms: Mapping[TensorName, tuple[Form, ...]] = {name: self.forms_for(name, tuple(Role)) for name in TensorName}
 
@@ -49,12 +52,14 @@ class SiteExecutor:
                     forms[form] = None
         return tuple(forms)
 
-    def cast(self, name: TensorName, tensor: Tensor, roles: tuple[Role, ...]) -> dict[Form, Operand]:
+    def cast(
+        self, name: TensorName, tensor: Tensor, roles: tuple[Role, ...], vectors: TransformVectors | None = None
+    ) -> dict[Form, Operand]:
         """Every form of ``tensor`` (rows × features) that ``roles`` read."""
         if tensor.ndim != 2:
             raise InvalidInput(f"{name} must be 2-D (rows × features), got shape {tuple(tensor.shape)}: flatten leading axes")
         forms = self.forms_for(name, roles)
-        return dict(zip(forms, cast(name, tensor, forms), strict=True))
+        return dict(zip(forms, cast(name, tensor, forms, vectors), strict=True))
 
     def multiply(
         self,
@@ -63,12 +68,36 @@ class SiteExecutor:
         b_forms: Mapping[Form, Operand],
         out_dtype: torch.dtype,
         bias: Tensor | None = None,
+        vectors: TransformVectors | None = None,
+        dy_sum_N: Tensor | None = None,
     ) -> Tensor:
-        """The GEMM of ``role``: picks its operands out of the casts of the two tensors it reads."""
+        """The GEMM of ``role``: picks its operands out of the casts of the two tensors it reads.
+
+        ``dy_sum_N``, Σdy in FP32, is what a centered wgrad adds back (``needs_dy_sum``).
+        """
         a_form, b_form = self.operand_forms(role)
-        return multiply(self.kernels[role], role, a_forms[a_form], b_forms[b_form], out_dtype, bias)
+        transform = self.transform_of(role)
+        if transform is Transform.NONE:
+            return multiply(self.kernels[role], role, a_forms[a_form], b_forms[b_form], out_dtype, bias)
+        assert vectors is not None, f"{role} under {transform} needs its vector"
+        if transform is Transform.CENTER and role is Role.FPROP:
+            bias = shifted_bias(bias, vectors, out_dtype)
+        out = multiply(self.kernels[role], role, a_forms[a_form], b_forms[b_form], out_dtype, bias)
+        return undo_behind(role, out, transform, vectors, dy_sum_N)
+
+    @property
+    def needs_dy_sum(self) -> bool:
+        return self.transform_of(Role.WGRAD) is Transform.CENTER
+
+    def transform_of(self, role: Role) -> Transform:
+        """The site's transform where ``role`` runs in 8 bits; high precision needs none, and reads its tensors as they are."""
+        recipe = self.kernels[role].recipe(role)
+        return self.transform if recipe.a_format.is_8bit or recipe.b_format.is_8bit else Transform.NONE
 
     def operand_forms(self, role: Role) -> tuple[Form, Form]:
-        a_spec, b_spec = self.kernels[role].operands(role)
-        a_source, b_source = SOURCES[role]
-        return Form(a_spec, a_source.transposed), Form(b_spec, b_source.transposed)
+        transform = self.transform_of(role)
+        a, b = (
+            Form(spec, source.transposed, transform if changes(transform, source.tensor) else Transform.NONE)
+            for source, spec in zip(SOURCES[role], self.kernels[role].operands(role), strict=True)
+        )
+        return a, b

@@ -1,7 +1,8 @@
 """Operands: how a kernel wants a tensor cast, and a tensor that was cast that way.
 
 An operand is a matrix with the contracted axis last (see ``loka.core.gemm``). It is taken from a stored tensor as it is
-or transposed; the stored tensor with that choice and the spec is a form. Roles that ask for equal forms share one cast.
+or transposed, and perhaps transformed; the stored tensor with those choices and the spec is a form. Roles that ask for
+equal forms share one cast.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from loka.core.recipe import Accumulation, Format, Recipe, Scaling
+from loka.core.recipe import Accumulation, Format, Recipe, Scaling, Transform
 
 
 class Layout(StrEnum):
@@ -37,13 +38,25 @@ class OperandSpec:
 
 @dataclass(frozen=True)
 class Form:
-    """One cast that a stored tensor is asked for."""
+    """One cast that a stored tensor is asked for. Kernels know its spec; the transform is the executor's own."""
 
     spec: OperandSpec
     transposed: bool
+    transform: Transform = Transform.NONE
 
     def __str__(self) -> str:
         return f"{self.spec}ᵀ" if self.transposed else str(self.spec)
+
+    @property
+    def key(self) -> str:
+        """What tells this form of a tensor from every other, for documents: ``e4m3 rowwise 1x16ᵀ center``."""
+        spec = self.spec
+        parts = [f"{spec} {spec.outer_multiple}x{spec.contraction_multiple}" if spec.format.is_8bit else str(spec)]
+        parts[-1] += "ᵀ" if self.transposed else ""
+        parts += [f"scale={spec.static_scale:.9g}"] if spec.static_scale is not None else []
+        parts += [spec.layout] if spec.layout is not Layout.PLAIN else []
+        parts += [self.transform] if self.transform is not Transform.NONE else []
+        return " ".join(parts)
 
 
 def recipe_of(specs: tuple[OperandSpec, OperandSpec], accumulation: Accumulation) -> Recipe:

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput
 from loka.core.gemm import TensorName
+from loka.core.recipe import Transform
 from loka.kernels.casting import cast
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand
+from loka.kernels.transforms import TransformVectors, center_shift, checked_vector
 from loka.nn.site import run_site
 from loka.nn.weight_casts import keep_current, refresh_after_load, state_without_casts, store_casts, stored_cast
 
@@ -17,7 +19,8 @@ from loka.nn.weight_casts import keep_current, refresh_after_load, state_without
 class LokaLinear(nn.Linear):
     """A linear layer whose fprop, dgrad and wgrad each run on a kernel of their own.
 
-    Parameters and ``state_dict`` are those of ``nn.Linear``; the 8-bit copies of the weight are non-persistent buffers.
+    Parameters and ``state_dict`` are those of ``nn.Linear``; the 8-bit copies of the weight, and the vector of a transform,
+    are non-persistent buffers.
     """
 
     def __init__(
@@ -34,14 +37,23 @@ class LokaLinear(nn.Linear):
         self._bind(kernels)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, kernels: SiteKernels) -> "LokaLinear":
-        """A LokaLinear that shares the very parameters of ``linear``, so that its optimizer goes on as it was."""
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        kernels: SiteKernels,
+        transform: Transform = Transform.NONE,
+        vector: Tensor | None = None,
+    ) -> "LokaLinear":
+        """A LokaLinear that shares the very parameters of ``linear``, so that its optimizer goes on as it was.
+
+        ``vector`` is the transform's: the mean of each feature for ``center``, its power-of-two scale for ``rescale``.
+        """
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.in_features, module.out_features = linear.in_features, linear.out_features
         module.weight, module.bias = linear.weight, linear.bias
         module.training = linear.training
-        module._bind(kernels)
+        module._bind(kernels, transform, vector)
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -49,24 +61,34 @@ class LokaLinear(nn.Linear):
         device = input.device.type
         out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         x_MK = input.reshape(-1, self.in_features)
-        y_MN = run_site(self.executor, x_MK, self.weight, self.bias, self._weight_operands(), out_dtype)
+        y_MN = run_site(self.executor, x_MK, self.weight, self.bias, self._weight_operands(), out_dtype, self._vectors())
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
+    @torch.no_grad()
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there."""
+        weight_NK, features_K = self.weight.detach(), self._buffers["_transform_vector"]
+        vectors = None if features_K is None else TransformVectors(features_K)
         casts = {}
-        for index, operand in enumerate(cast(TensorName.W, self.weight.detach(), self._cached_forms)):
+        for index, operand in enumerate(cast(TensorName.W, weight_NK, self._cached_forms, vectors)):
             assert operand.scale is not None
             casts |= {f"codes_{index}": operand.codes, f"scale_{index}": operand.scale}
+        if features_K is not None and self.transform is Transform.CENTER:
+            casts["shift"] = center_shift(weight_NK, features_K)
         store_casts(self, casts)
 
     def extra_repr(self) -> str:
         kernels = self.kernels
-        return f"{super().extra_repr()}, fprop={kernels.fprop}, dgrad={kernels.dgrad}, wgrad={kernels.wgrad}"
+        transform = "" if self.transform is Transform.NONE else f", transform={self.transform}"
+        return f"{super().extra_repr()}, fprop={kernels.fprop}, dgrad={kernels.dgrad}, wgrad={kernels.wgrad}{transform}"
 
-    def _bind(self, kernels: SiteKernels) -> None:
-        self.kernels = kernels
-        self.executor = SiteExecutor(kernels)
+    def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
+        self.kernels, self.transform = kernels, transform
+        if (vector is None) != (transform is Transform.NONE):
+            raise InvalidInput("center and rescale take a vector each, and only they do: pass transform and vector together")
+        features_K = None if vector is None else checked_vector(transform, vector.to(self.weight.device), self.in_features)
+        self.register_buffer("_transform_vector", features_K, persistent=False)
+        self.executor = SiteExecutor(kernels, transform)
         self._cached_forms: tuple[Form, ...] = tuple(
             form for form in self.executor.forms[TensorName.W] if form.spec.format.is_8bit
         )
@@ -82,9 +104,18 @@ class LokaLinear(nn.Linear):
             operands[form] = Operand(codes, scale, outer, contraction, form.spec)
         return operands
 
+    def _vectors(self) -> TransformVectors | None:
+        if self.transform is Transform.NONE:
+            return None
+        shift_N = stored_cast(self, "shift") if self.transform is Transform.CENTER else None
+        return TransformVectors(self.get_buffer("_transform_vector"), shift_N)
+
     def _apply(self, fn: Any, recurse: bool = True) -> "LokaLinear":
         """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""
+        features_K = self._buffers["_transform_vector"]
         super()._apply(fn, recurse)
+        if features_K is not None:  # moved, but FP32 as it was
+            self._buffers["_transform_vector"] = features_K.to(self.weight.device)
         self.refresh_weight_casts()
         return self
 

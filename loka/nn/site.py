@@ -13,17 +13,25 @@ from torch.autograd.function import once_differentiable
 from loka.core.gemm import Role, TensorName
 from loka.kernels.executor import SiteExecutor
 from loka.kernels.operand import Form, Operand
+from loka.kernels.transforms import TransformVectors
 
 Casts = Mapping[Form, Operand]
 
 
 def run_site(
-    executor: SiteExecutor, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, weight_casts: Casts, out_dtype: torch.dtype
+    executor: SiteExecutor,
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    weight_casts: Casts,
+    out_dtype: torch.dtype,
+    vectors: TransformVectors | None = None,
 ) -> Tensor:
     """y = x·wᵀ + b by the executor's kernels, differentiable. ``weight_casts`` holds every 8-bit form of the weight."""
     forms = tuple(weight_casts)
     tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
-    return _Site.apply(x_MK, weight_NK, bias_N, executor, out_dtype, forms, *tensors)
+    features_K, shift_N = vectors or (None, None)
+    return _Site.apply(x_MK, weight_NK, bias_N, features_K, shift_N, executor, out_dtype, forms, *tensors)
 
 
 class _Site(torch.autograd.Function):
@@ -33,24 +41,28 @@ class _Site(torch.autograd.Function):
         x_MK: Tensor,
         weight_NK: Tensor,
         bias_N: Tensor | None,
+        features_K: Tensor | None,
+        shift_N: Tensor | None,
         executor: SiteExecutor,
         out_dtype: torch.dtype,
         cached_forms: tuple[Form, ...],
         *cached: Tensor,
     ) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        weight_casts = _with_high_precision(executor, weight_NK, _unflatten(weight_NK, cached_forms, cached), Role.FPROP)
+        vectors = _vectors(features_K, shift_N)
+        casts = _unflatten(weight_NK, cached_forms, cached)
+        weight_casts = _with_high_precision(executor, weight_NK, casts, Role.FPROP, vectors)
         # x is cast once into what fprop reads and, where the weight is trained, into what wgrad will read.
         roles = (Role.FPROP, Role.WGRAD) if needs_weight else (Role.FPROP,)
-        x_casts = _cast(executor, TensorName.X, x_MK, roles)
+        x_casts = _cast(executor, TensorName.X, x_MK, roles, vectors)
         with torch.autocast(x_MK.device.type, enabled=False):
-            y_MN = executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N)
+            y_MN = executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N, vectors)
 
         ctx.executor, ctx.x_dtype, ctx.bias_dtype = executor, x_MK.dtype, None if bias_N is None else bias_N.dtype
         ctx.shape, ctx.cached_forms = x_MK.shape, cached_forms
         ctx.x_form = executor.operand_forms(Role.WGRAD)[1]
         saved_x = (x_casts[ctx.x_form].codes, x_casts[ctx.x_form].scale) if needs_weight else (None, None)
-        ctx.save_for_backward(weight_NK, *saved_x, *(cached if needs_x else ()))
+        ctx.save_for_backward(weight_NK, features_K, *saved_x, *(cached if needs_x else ()))
         return y_MN
 
     @staticmethod
@@ -58,31 +70,47 @@ class _Site(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (dy_MN,) = grads
         executor: SiteExecutor = ctx.executor
-        weight_NK, x_codes, x_scale, *cached = ctx.saved_tensors
+        weight_NK, features_K, x_codes, x_scale, *cached = ctx.saved_tensors
+        vectors = _vectors(features_K, None)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx_MK = dw_NK = None
         roles = tuple(role for role, needed in ((Role.DGRAD, needs_x), (Role.WGRAD, needs_weight)) if needed)
         dy_casts = _cast(executor, TensorName.DY, dy_MN, roles)
+        needs_sum = needs_bias or (needs_weight and executor.needs_dy_sum)
+        dy_sum_N = dy_MN.sum(0, dtype=torch.float32) if needs_sum else None
         with torch.autocast(dy_MN.device.type, enabled=False):
             if needs_x:
-                casts = _with_high_precision(executor, weight_NK, _unflatten(weight_NK, ctx.cached_forms, cached), Role.DGRAD)
-                dx_MK = executor.multiply(Role.DGRAD, dy_casts, casts, ctx.x_dtype)
+                casts = _unflatten(weight_NK, ctx.cached_forms, cached)
+                casts = _with_high_precision(executor, weight_NK, casts, Role.DGRAD, vectors)
+                dx_MK = executor.multiply(Role.DGRAD, dy_casts, casts, ctx.x_dtype, vectors=vectors)
             if needs_weight:
-                x_operand = _operand(ctx.x_form, x_codes, x_scale, ctx.shape)
-                dw_NK = executor.multiply(Role.WGRAD, dy_casts, {ctx.x_form: x_operand}, weight_NK.dtype)
-        db_N = dy_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return (dx_MK, dw_NK, db_N, None, None, None, *(None for _ in ctx.needs_input_grad[6:]))
+                x_casts = {ctx.x_form: _operand(ctx.x_form, x_codes, x_scale, ctx.shape)}
+                dw_NK = executor.multiply(Role.WGRAD, dy_casts, x_casts, weight_NK.dtype, vectors=vectors, dy_sum_N=dy_sum_N)
+        db_N = dy_sum_N.to(ctx.bias_dtype) if dy_sum_N is not None and needs_bias else None
+        return (dx_MK, dw_NK, db_N, *(None for _ in ctx.needs_input_grad[3:]))
 
 
-def _cast(executor: SiteExecutor, name: TensorName, tensor: Tensor, roles: tuple[Role, ...]) -> Casts:
+def _vectors(features_K: Tensor | None, shift_N: Tensor | None) -> TransformVectors | None:
+    return None if features_K is None else TransformVectors(features_K, shift_N)
+
+
+def _cast(
+    executor: SiteExecutor,
+    name: TensorName,
+    tensor: Tensor,
+    roles: tuple[Role, ...],
+    vectors: TransformVectors | None = None,
+) -> Casts:
     with torch.autocast(tensor.device.type, enabled=False):
-        return executor.cast(name, tensor, roles)
+        return executor.cast(name, tensor, roles, vectors)
 
 
-def _with_high_precision(executor: SiteExecutor, weight_NK: Tensor, casts: dict[Form, Operand], role: Role) -> Casts:
+def _with_high_precision(
+    executor: SiteExecutor, weight_NK: Tensor, casts: dict[Form, Operand], role: Role, vectors: TransformVectors | None
+) -> Casts:
     """A high-precision form of the weight is a view or a change of dtype: made on the spot, never kept."""
     _, form = executor.operand_forms(role)
-    return casts if form.spec.format.is_8bit else _cast(executor, TensorName.W, weight_NK, (role,))
+    return casts if form.spec.format.is_8bit else _cast(executor, TensorName.W, weight_NK, (role,), vectors)
 
 
 def _unflatten(weight_NK: Tensor, forms: tuple[Form, ...], tensors: Sequence[Tensor]) -> dict[Form, Operand]:

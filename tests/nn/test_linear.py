@@ -18,7 +18,7 @@ from loka.core.recipe import Format
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import constant_when_traced, device_of
 from loka.kernels.executor import SiteKernels
-from loka.kernels.providers import fbgemm, torch_casts
+from loka.kernels.providers import fbgemm, torch_casts, triton
 from loka.numerics.reference import gemm
 from loka.numerics.scaling import quantize
 
@@ -135,6 +135,7 @@ def test_compiles_where_fbgemm_is_installed(name: str, tmp_path: Path, monkeypat
     for where in ("loka.kernels.casting.device_of", "loka.kernels.contract.device_of"):
         monkeypatch.setattr(where, constant_when_traced(lambda device: hopper))
     monkeypatch.setattr(fbgemm, "_not_installed", constant_when_traced(lambda: None))
+    monkeypatch.setattr(triton, "_not_installed", constant_when_traced(lambda: "not installed"))  # it would need a driver
     with torch.library._scoped_library("fbgemm", "FRAGMENT") as library:
         library.define("f8f8bf16_rowwise(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, *, bool use_fast_accum) -> Tensor")
         library.impl(
