@@ -7,6 +7,7 @@ from torch import nn
 from loka.mods.contract import MODS, Place
 from loka.nn.block_norm import BlockNorm
 from loka.nn.blocks import Block
+from loka.nn.graph import Kind
 
 # |f(x)| ≤ |x|, so that BlockNorm's bound holds behind them. What is bounded by itself, such as a gate's sigmoid, needs no norm.
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.GELU, nn.Mish)
@@ -14,7 +15,7 @@ ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.SiLU, nn.Hardswish, nn.GELU, nn.Mish)
 
 @MODS.register("insert_norm")
 class InsertNorm:
-    """A BlockNorm in front of an activation that reads a linear layer.
+    """A BlockNorm in front of an activation that reads a linear layer, unless prediction heads alone read the result.
 
     The activation makes room for both: neither has parameters, so the names in a ``state_dict`` stay what they were.
     """
@@ -39,6 +40,10 @@ class InsertNorm:
         others = [name for name in in_front if name not in sites]
         if others:
             return f"serves {others[0]} as well as {blocks[0].site}: give each an activation of its own"
+        if heads := _only_heads_behind(place, blocks):
+            # Every example would come to the head with the same length, and a click model says by length how sure it is:
+            # DCNv2 lost 3 % of log-loss so, and 0.5 % with its other layers normed (tiny, synthetic stream, 300 steps).
+            return f"is read by {' and '.join(heads)} alone, which stays in high precision: it needs no bound"
         return None
 
     def change(self, place: Place) -> tuple[str, str]:
@@ -51,6 +56,13 @@ class InsertNorm:
     def replace(self, place: Place) -> nn.Module:
         norm = BlockNorm(_blocks_in_front(place)[0].out_features)
         return nn.Sequential(OrderedDict(norm=norm, activation=place.module))
+
+
+def _only_heads_behind(place: Place, blocks: list[Block]) -> list[str]:
+    """The prediction heads that read the activation, if nothing else does."""
+    readers = [consumer for block in blocks for consumer in block.consumers]
+    heads = [r.name for r in readers if r.kind is Kind.SITE and place.found.of(r.name).is_head]
+    return [f"the prediction head {name}" for name in dict.fromkeys(heads)] if len(heads) == len(readers) else []
 
 
 def _blocks_in_front(place: Place) -> list[Block]:
