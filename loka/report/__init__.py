@@ -1,1 +1,4 @@
-"""The picture of a run: one HTML page that works offline, and the same essentials in the terminal."""
+"""The picture: a run's folder as one HTML page, or as text for a terminal.
+
+Python gathers every number and word (``page_data``); the scripts in ``page/`` only draw them.
+"""

@@ -1,0 +1,82 @@
+"""Training curves of twins, their difference, and how well that difference is known."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loka.numerics.confidence import estimate_mean
+from loka.report.page_data import Curve, CurveDifference, Curves
+from loka.report.run import HIGH_TWIN, PLANNED_TWIN, MetricsLine
+
+MOST_POINTS = 200  # more would only blur into each other
+
+
+@dataclass(frozen=True)
+class Window:
+    """The examples up to ``step`` since the window before."""
+
+    step: int
+    examples: int
+    log_loss: float
+    best: float | None  # log-loss of the data's own generator, where it is known
+
+
+def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str) -> Curves | None:
+    """Curves of what was trained. Twins are compared window by window, since both saw the same examples in each."""
+    names = {HIGH_TWIN: high_precision, PLANNED_TWIN: "LoKA", "training": "log-loss"}
+    windows = {name: _merge(_windows(lines)) for name, lines in training.items()}
+    if not any(windows.values()):
+        return None
+    curves = tuple(
+        Curve(names[name], tuple(window.step for window in line), tuple(window.log_loss for window in line))
+        for name, line in windows.items()
+    )
+    known = [(window.step, window.best) for window in next(iter(windows.values())) if window.best is not None]
+    best = Curve("best possible", tuple(step for step, _ in known), tuple(loss for _, loss in known)) if known else None
+    return Curves(curves, best, _difference(windows))
+
+
+def _windows(lines: Sequence[MetricsLine]) -> list[Window]:
+    """Windows with a finite loss."""
+    windows = []
+    for line in lines:
+        loss, ne, best_ne = line.window.log_loss, line.window.ne, line.window.best_ne
+        if loss is not None:
+            best = loss * best_ne / ne if best_ne and ne else None  # both are divided by the same entropy
+            windows.append(Window(line.step, line.window.examples, loss, best))
+    return windows
+
+
+def _merge(windows: list[Window]) -> list[Window]:
+    """Neighbours made one until there are at most MOST_POINTS, each loss weighing as its examples."""
+    size = max(1, -(-len(windows) // MOST_POINTS))
+    groups = [windows[start : start + size] for start in range(0, len(windows), size)]
+    return [_merged(group) for group in groups]
+
+
+def _merged(group: list[Window]) -> Window:
+    examples = sum(window.examples for window in group)
+    best = [window.best * window.examples for window in group if window.best is not None]
+    return Window(
+        step=group[-1].step,
+        examples=examples,
+        log_loss=sum(window.log_loss * window.examples for window in group) / examples,
+        best=sum(best) / examples if len(best) == len(group) else None,
+    )
+
+
+def _difference(twins: dict[str, list[Window]]) -> CurveDifference | None:
+    if set(twins) != {HIGH_TWIN, PLANNED_TWIN}:
+        return None
+    high = {window.step: window.log_loss for window in twins[HIGH_TWIN]}
+    pairs = [(window.step, window.log_loss, high[window.step]) for window in twins[PLANNED_TWIN] if window.step in high]
+    if not pairs:
+        return None
+    changes = [100 * (planned / base - 1) for _, planned, base in pairs]
+    means = [estimate_mean(changes[:n]) for n in range(2, len(changes) + 1)]
+    return CurveDifference(
+        steps=tuple(step for step, _, _ in pairs),
+        change=tuple(changes),
+        mean=tuple(estimate.mean for estimate in means),
+        low=tuple(estimate.low for estimate in means),
+        high=tuple(estimate.high for estimate in means),
+    )

@@ -1,0 +1,111 @@
+"""The answer first: one sentence and a few large numbers, from the best that was measured so far."""
+
+from loka.core.comparison import Comparison, TimePair
+from loka.core.plan import Goal, PlanDocument
+from loka.report.page_data import Tile
+from loka.report.plan_view import shares
+from loka.report.run import Run
+from loka.report.words import NBSP, change_percent, duration, percent, times_faster
+
+NEUTRAL = 0.0002  # a relative change of log-loss that recommendation teams call significant
+
+
+def headline(run: Run) -> str:
+    """What was measured of the whole model; else what the plan promises; else how far the run has come."""
+    if run.comparison and run.comparison.times:
+        best = main_times(run.comparison, run.plan)
+        speed = _speed_words(best)
+        quality = run.comparison.quality
+        return f"{speed} at {change_percent(quality.change)} log-loss" if quality else speed
+    if run.plan:
+        low = sum(site.is_low_precision for site in run.plan.sites)
+        if not low:
+            return f"All {len(run.plan.sites)} sites stay in {run.plan.dtype}: nothing was both safe and faster"
+        return (
+            f"{low} of {len(run.plan.sites)} sites go to 8 bits, their GEMMs {times_faster(planned_speedup(run.plan))} as fast"
+        )
+    if run.survey:
+        return f"{len(run.survey.sites)} sites measured, no plan yet"
+    if run.record:
+        return f"{len(run.record.sites)} sites probed, nothing measured yet"
+    return "Nothing measured yet"
+
+
+def main_times(comparison: Comparison, plan: PlanDocument | None) -> TimePair:
+    """The times of the plan's own goal, where they were taken."""
+    goals = {pair.goal: pair for pair in comparison.times}
+    return goals.get(plan.goal if plan else Goal.SERVING, comparison.times[0])
+
+
+def planned_speedup(plan: PlanDocument) -> float:
+    """All sites together, casts included: what the Survey promises of them."""
+    after = sum(site.time_us for site in plan.sites)
+    return sum(site.baseline_us for site in plan.sites) / after if after else 1.0
+
+
+def summarize(run: Run) -> tuple[str, ...]:
+    """A few sentences below the headline."""
+    sentences = []
+    if run.comparison:
+        sentences.append(_comparison_sentence(run.comparison))
+    if run.plan:
+        sentences.append(_plan_sentence(run.plan))
+    if run.survey and run.survey.ceiling:
+        ceiling = run.survey.ceiling
+        most = f"at most {1 / (1 - ceiling.covered):.1f}×" if ceiling.covered < 0.995 else "no ceiling worth naming"
+        sentences.append(
+            f"Sites hold {percent(ceiling.covered)} of a {duration(ceiling.step_us)} training step: were they free, "
+            f"the step would gain {most}."
+        )
+    return tuple(sentences)
+
+
+def _comparison_sentence(comparison: Comparison) -> str:
+    quality = comparison.quality
+    trained = f"trained apart for {comparison.training_steps:,} steps on the same batches"
+    scored = f", then scored on {quality.examples:,} held-out examples" if quality else ""
+    return f"{comparison.model}, beside its {comparison.dtype} twin: {trained}{scored}."
+
+
+def _plan_sentence(plan: PlanDocument) -> str:
+    low = [site for site in plan.sites if site.is_low_precision]
+    share = sum(shares(plan)[site.site] for site in low)
+    limits = f"error at most {max(plan.max_error.values()):g}, at least {plan.min_speedup:g}× as fast, casts included"
+    moved = f"{len(low)} of {len(plan.sites)} sites ({percent(share)} of their time)"
+    return f"The plan for {plan.goal} moves {moved} to 8 bits: {limits}."
+
+
+def tiles(run: Run) -> tuple[Tile, ...]:
+    found = []
+    if run.comparison:
+        for pair in run.comparison.times:
+            label = "training step" if pair.goal is Goal.TRAINING else "serving"
+            note = f"{duration(pair.high_us)} → {duration(pair.planned_us)} a batch of {pair.batch_size:,}"
+            spread = (pair.speedup.high - pair.speedup.low) / 2
+            found.append(Tile(label, times_faster(pair.speedup.mean), f"± {spread:.2f}; {note}", pair.speedup.low > 1))
+        if quality := run.comparison.quality:
+            within = max(abs(quality.change.low), abs(quality.change.high)) <= NEUTRAL
+            tells_apart = quality.change.low > 0
+            note = f"{quality.high_log_loss:.5f} → {quality.planned_log_loss:.5f}"
+            value, _, spread = change_percent(quality.change).partition(f" ±{NBSP}")
+            found.append(Tile("log-loss", value, f"± {spread}; {note}", False if tells_apart else within or None))
+    if run.plan:
+        low = [site for site in run.plan.sites if site.is_low_precision]
+        share = sum(shares(run.plan)[site.site] for site in low)
+        found.append(Tile("sites in 8 bits", f"{len(low)} of {len(run.plan.sites)}", f"{percent(share)} of the sites' time"))
+        if low:
+            found.append(
+                Tile(
+                    "sites alone", times_faster(planned_speedup(run.plan)), "all GEMMs and casts, as measured one by one", True
+                )
+            )
+    return tuple(found)
+
+
+def _speed_words(pair: TimePair) -> str:
+    what = "training" if pair.goal is Goal.TRAINING else "serving"
+    if pair.speedup.low > 1:
+        return f"{times_faster(pair.speedup.mean)} faster {what}"
+    if pair.speedup.high < 1:
+        return f"Slower {what}, {times_faster(pair.speedup.mean)} the speed,"
+    return f"{what.capitalize()} as fast as before ({times_faster(pair.speedup.mean)})"

@@ -1,0 +1,122 @@
+"""From a run to the page: gather what is shown, and put it with style and script into one HTML file."""
+
+from importlib import resources
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from loka.core.comparison import Comparison
+from loka.core.environment import Environment
+from loka.core.plan import Goal
+from loka.core.recipe import Transform
+from loka.report.curves import draw_curves
+from loka.report.distributions import draw_distributions, format_ranges
+from loka.report.headline import headline, summarize, tiles
+from loka.report.page_data import FindingCard, Page, TimeBar, TimeBars
+from loka.report.plan_view import draw_map, list_plan, list_rejected
+from loka.report.run import Run
+from loka.report.words import number, times_faster
+
+if TYPE_CHECKING:
+    from loka.core.record import Finding
+
+SCRIPTS = ("dom.js", "scales.js", "site_map.js", "plan_table.js", "distributions.js", "curves.js", "times.js", "page.js")
+
+
+def gather_page(run: Run) -> Page:
+    """Everything the page shows of ``run``."""
+    high = str(dtype) if (dtype := _dtype(run)) else "high precision"
+    return Page(
+        title=run.comparison.model if run.comparison else run.path.resolve().name,
+        headline=headline(run),
+        summary=summarize(run),
+        tiles=tiles(run),
+        missing=run.missing,
+        goal=str(run.plan.goal) if run.plan else "",
+        site_map=draw_map(run.plan, run.survey) if run.plan else None,
+        plan=list_plan(run.plan, run.survey) if run.plan else (),
+        rejected=list_rejected(run.plan) if run.plan else (),
+        distributions=draw_distributions(run.record, run.plan) if run.record else (),
+        formats=format_ranges() if run.record else (),
+        findings=_findings(run),
+        curves=draw_curves(run.training, high),
+        times=_time_bars(run.comparison) if run.comparison else (),
+        uncovered=_uncovered(run),
+        environment=_environment(run),
+        high_precision=high,
+    )
+
+
+def render_page(page: Page) -> str:
+    """One HTML file that needs no other: data, style and script are inside."""
+    folder = resources.files("loka.report") / "page"
+    texts = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
+    # "<" would let a site's name close the script it is written into; inside a JSON string the escape means the same.
+    data = msgspec.json.encode(page).decode().replace("<", "\\u003c")
+    parts = {"STYLE": texts["page.css"], "DATA": data, "SCRIPT": "\n".join(texts[name] for name in SCRIPTS)}
+    html, *pieces = texts["page.html"].split("/*LOKA:")
+    for piece in pieces:
+        name, _, rest = piece.partition("*/")
+        html += parts[name] + rest
+    return html
+
+
+def _dtype(run: Run) -> object:
+    return next((part.dtype for part in (run.plan, run.survey, run.comparison, run.record) if part), None)
+
+
+def _findings(run: Run) -> tuple[FindingCard, ...]:
+    """The Record's, which know their site and remedy; else the Survey's words."""
+    if run.record:
+        return tuple(_card(finding) for finding in run.record.findings)
+    return tuple(FindingCard(text) for text in run.survey.findings) if run.survey else ()
+
+
+def _card(finding: "Finding") -> FindingCard:
+    numbers = ", ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in finding.numbers.items())
+    return FindingCard(finding.message, finding.site, finding.kind.replace("_", " "), numbers, _remedy(finding.remedy))
+
+
+def _remedy(name: str | None) -> str:
+    """What to do: transforms are the planner's to choose, Mods the user's to apply."""
+    if name is None:
+        return ""
+    if name in list(Transform):
+        return f"The transform {name} mends it without retraining: `loka measure` tries it, the plan takes it where it pays."
+    return f'The Mod {name} mends it: loka.apply_mods(model, ["{name}"]) before training.'
+
+
+def _uncovered(run: Run) -> tuple[str, ...]:
+    if run.survey and run.survey.ceiling:
+        return run.survey.ceiling.uncovered
+    return run.record.uncovered if run.record else ()
+
+
+def _time_bars(comparison: Comparison) -> tuple[TimeBars, ...]:
+    """Kinds by their time before, largest first; those that only one twin has are there too."""
+    return tuple(
+        TimeBars(
+            goal="training step" if pair.goal is Goal.TRAINING else "serving",
+            batch_size=pair.batch_size,
+            high_us=pair.high_us,
+            planned_us=pair.planned_us,
+            speedup=times_faster(pair.speedup.mean),
+            kinds=tuple(
+                TimeBar(kind, pair.high_by_kind.get(kind, 0.0), pair.planned_by_kind.get(kind, 0.0))
+                for kind in dict.fromkeys([*pair.high_by_kind, *pair.planned_by_kind])
+            ),
+        )
+        for pair in comparison.times
+    )
+
+
+def _environment(run: Run) -> tuple[tuple[str, str], ...]:
+    documents = (run.comparison, run.plan, run.survey, run.record)
+    environment: Environment | None = next((document.environment for document in documents if document), None)
+    if environment is None:
+        return ()
+    fingerprint = next(document.fingerprint for document in documents if document)
+    rows = [("device", environment.device), ("LoKA", environment.loka), *environment.libraries.items()]
+    rows += [("CUDA", environment.cuda)] if environment.cuda else []
+    rows += [("Python", environment.python), ("measured", environment.date), ("fingerprint of the model", fingerprint)]
+    return tuple(rows)

@@ -1,0 +1,171 @@
+"""What the page shows, as plain data. Python decides every number and word; the page's scripts only draw."""
+
+from loka.core.survey import Struct
+
+
+class Tile(Struct, frozen=True):
+    """One number of the headline, large."""
+
+    label: str
+    value: str
+    note: str = ""
+    is_good: bool | None = None  # None: neither
+
+
+class MissingPart(Struct, frozen=True):
+    """A part of the run that is not there or cannot be read, and the command that makes it."""
+
+    part: str
+    why: str
+    command: str
+
+
+class MapPoint(Struct, frozen=True):
+    """A site on the map: under the kernels the plan chose, or under those that came closest."""
+
+    site: str
+    shape: str
+    kernel: str
+    error: float  # on the map's axis
+    error_text: str
+    speedup: float
+    share: float  # of the time of all sites in high precision
+    is_safe: bool
+    is_fast: bool
+    is_chosen: bool
+    reason: str
+
+
+class SiteMap(Struct, frozen=True):
+    points: tuple[MapPoint, ...]
+    max_error: float
+    min_speedup: float
+    error_axis: str
+    off_the_map: tuple[tuple[str, str], ...] = ()  # sites that no kernel could take: name, reason
+
+
+class PlanRow(Struct, frozen=True):
+    """One role of one site."""
+
+    site: str
+    role: str
+    shape: str
+    kernel: str
+    is_low_precision: bool
+    speedup: float  # of the whole site, casts included
+    share: float
+    reason: str
+    transform: str = ""
+    fused: str = ""  # the norm and activation that its block absorbs
+    error: float | None = None
+    error_low: float | None = None
+    error_high: float | None = None
+    limit: float | None = None
+
+
+class RejectedFor(Struct, frozen=True):
+    """One reason, and the sites and roles it was given at."""
+
+    reason: str
+    count: int
+    where: tuple[str, ...]  # the first of them
+
+
+class Rejection(Struct, frozen=True):
+    """A kernel and everything it was refused for."""
+
+    kernel: str
+    count: int
+    reasons: tuple[RejectedFor, ...]
+
+
+class Histogram(Struct, frozen=True):
+    """The share of a tensor's values in each binade [2^first, 2^(first+1)), [2^(first+1), …); the rest are exact zeros."""
+
+    first: int
+    shares: tuple[float, ...]
+    zeros: float
+    largest: float  # the largest |value| seen
+
+
+class SiteDistribution(Struct, frozen=True):
+    site: str
+    format: str  # in which the plan casts it, or would have
+    x: Histogram | None = None
+    dy: Histogram | None = None
+    notes: tuple[str, ...] = ()
+
+
+class FormatRange(Struct, frozen=True):
+    """An 8-bit format, in binades below its largest value. A tensorwise scale puts that at the tensor's largest."""
+
+    name: str
+    normal: float  # above this the format has all its bits
+    flush: float  # below this a value becomes zero
+
+
+class FindingCard(Struct, frozen=True):
+    message: str
+    site: str = ""
+    kind: str = ""
+    numbers: str = ""
+    remedy: str = ""
+
+
+class Curve(Struct, frozen=True):
+    name: str
+    steps: tuple[int, ...]
+    log_loss: tuple[float, ...]
+
+
+class CurveDifference(Struct, frozen=True):
+    """Relative change of log-loss in %, window by window; from the second on its mean so far and the 95 % interval of that."""
+
+    steps: tuple[int, ...]
+    change: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+class Curves(Struct, frozen=True):
+    curves: tuple[Curve, ...]
+    best: Curve | None = None  # what the generator of the data itself would reach
+    difference: CurveDifference | None = None
+
+
+class TimeBar(Struct, frozen=True):
+    kind: str
+    high_us: float
+    planned_us: float
+
+
+class TimeBars(Struct, frozen=True):
+    """A batch before and after, split by kind of work."""
+
+    goal: str
+    batch_size: int
+    high_us: float
+    planned_us: float
+    speedup: str
+    kinds: tuple[TimeBar, ...]
+
+
+class Page(Struct, frozen=True):
+    title: str
+    headline: str
+    summary: tuple[str, ...]
+    tiles: tuple[Tile, ...] = ()
+    missing: tuple[MissingPart, ...] = ()
+    goal: str = ""
+    site_map: SiteMap | None = None
+    plan: tuple[PlanRow, ...] = ()
+    rejected: tuple[Rejection, ...] = ()
+    distributions: tuple[SiteDistribution, ...] = ()
+    formats: tuple[FormatRange, ...] = ()
+    findings: tuple[FindingCard, ...] = ()
+    curves: Curves | None = None
+    times: tuple[TimeBars, ...] = ()
+    uncovered: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    high_precision: str = "high precision"  # fp32, bf16, …

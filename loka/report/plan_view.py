@@ -1,0 +1,130 @@
+"""The plan as the page shows it: the map of sites, the table of kernels, and what was rejected."""
+
+from collections import defaultdict
+
+from loka.core.estimate import Estimate
+from loka.core.gemm import Role
+from loka.core.plan import PlanDocument, SitePlan
+from loka.core.recipe import Transform
+from loka.core.survey import SiteSurvey, SurveyDocument
+from loka.report.attempts import closest_attempt
+from loka.report.page_data import MapPoint, PlanRow, RejectedFor, Rejection, SiteMap
+from loka.report.words import number
+
+MOST_PLACES = 30  # sites named for one reason; the count says how many there are
+
+
+def shares(plan: PlanDocument) -> dict[str, float]:
+    """Each site's share of the time that all sites take in high precision."""
+    total = sum(site.baseline_us for site in plan.sites)
+    return {site.site: site.baseline_us / total if total else 0.0 for site in plan.sites}
+
+
+def draw_map(plan: PlanDocument, survey: SurveyDocument | None) -> SiteMap:
+    """Chosen sites as planned; the others, where a survey is there, under the kernel that came closest."""
+    surveyed, share = _by_name(survey), shares(plan)
+    one_limit = len(set(plan.max_error.values())) == 1
+    points, off = [], []
+    for site in plan.sites:
+        point = _point(site, surveyed.get(site.site), plan, share[site.site], one_limit)
+        if point is None:
+            off.append((site.site, site.reason))
+        else:
+            points.append(point)
+    return SiteMap(
+        points=tuple(sorted(points, key=lambda point: (-point.share, point.site))),
+        max_error=next(iter(plan.max_error.values())) if one_limit else 1.0,
+        min_speedup=plan.min_speedup,
+        error_axis="error (mere_floored)" if one_limit else "error ÷ the role's limit",
+        off_the_map=tuple(off),
+    )
+
+
+def _point(site: SitePlan, surveyed: SiteSurvey | None, plan: PlanDocument, share: float, one_limit: bool) -> MapPoint | None:
+    role, error = _worst(site, plan.max_error)
+    if error is not None:
+        kernel = ", ".join(dict.fromkeys(choice.kernel for choice in site.kernels.values() if choice.error))
+        speedup, is_chosen = site.speedup, True
+    else:
+        attempt = closest_attempt(surveyed, plan.goal, plan.max_error, plan.min_speedup) if surveyed else None
+        if attempt is None:
+            return None
+        role, kernel, error, speedup, is_chosen = attempt.role, attempt.kernel, attempt.error, attempt.speedup, False
+    limit = plan.max_error[role]
+    return MapPoint(
+        site=site.site,
+        shape=_shape(site, surveyed),
+        kernel=kernel,
+        error=error.mean if one_limit else error.mean / limit,
+        error_text=f"{number(error.mean)} in {role}, limit {number(limit)}",
+        speedup=speedup,
+        share=share,
+        is_safe=error.high <= limit,
+        is_fast=speedup >= plan.min_speedup,
+        is_chosen=is_chosen,
+        reason=site.reason,
+    )
+
+
+def _worst(site: SitePlan, max_error: dict[Role, float]) -> tuple[Role, Estimate | None]:
+    """The low-precision role whose error is nearest to its limit."""
+    errors = [(role, choice.error) for role, choice in site.kernels.items() if choice.error is not None]
+    return max(errors, key=lambda pair: pair[1].mean / max_error[pair[0]], default=(Role.FPROP, None))
+
+
+def _by_name(survey: SurveyDocument | None) -> dict[str, SiteSurvey]:
+    return {site.site: site for site in survey.sites} if survey else {}
+
+
+def _shape(site: SitePlan, surveyed: SiteSurvey | None) -> str:
+    """rows×in×out at the most frequent number of rows."""
+    if surveyed is None or not surveyed.calls:
+        return f"{site.k}×{site.n}"
+    return f"{max(surveyed.calls, key=lambda rows: surveyed.calls[rows])}×{site.k}×{site.n}"
+
+
+def list_plan(plan: PlanDocument, survey: SurveyDocument | None) -> tuple[PlanRow, ...]:
+    """A row for each role of each site."""
+    surveyed, share = _by_name(survey), shares(plan)
+    return tuple(
+        PlanRow(
+            site=site.site,
+            role=role,
+            shape=_shape(site, surveyed.get(site.site)),
+            kernel=choice.kernel,
+            is_low_precision=choice.error is not None,
+            speedup=site.speedup,
+            share=share[site.site],
+            reason=choice.reason,
+            transform="" if site.transform is Transform.NONE else str(site.transform),
+            fused=" → ".join(name for name in (site.block.norm, site.block.activation) if name) if site.block else "",
+            error=choice.error.mean if choice.error else None,
+            error_low=choice.error.low if choice.error else None,
+            error_high=choice.error.high if choice.error else None,
+            limit=plan.max_error[role],
+        )
+        for site in plan.sites
+        for role, choice in site.kernels.items()
+    )
+
+
+def list_rejected(plan: PlanDocument) -> tuple[Rejection, ...]:
+    """Kernel by kernel, those refused most often first; equal reasons are told once."""
+    places: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for site in plan.sites:
+        for refusal in site.refused:
+            kernel = refusal.kernel if refusal.transform is Transform.NONE else f"{refusal.kernel} + {refusal.transform}"
+            where = site.site if refusal.role is None else f"{site.site} {refusal.role}"
+            places[kernel][refusal.reason].append(where)
+    rejections = [
+        Rejection(
+            kernel,
+            sum(map(len, reasons.values())),
+            tuple(
+                RejectedFor(reason, len(where), tuple(where[:MOST_PLACES]))
+                for reason, where in sorted(reasons.items(), key=lambda item: -len(item[1]))
+            ),
+        )
+        for kernel, reasons in places.items()
+    ]
+    return tuple(sorted(rejections, key=lambda rejection: (-rejection.count, rejection.kernel)))

@@ -1,0 +1,104 @@
+"""Reading a run's folder: whatever is there, and for the rest why not and the command that makes it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from loka.core.comparison import Comparison
+from loka.core.errors import InvalidFile, InvalidInput
+from loka.core.plan import Plan, PlanDocument
+from loka.core.survey import Survey, SurveyDocument
+from loka.report.page_data import MissingPart
+
+if TYPE_CHECKING:
+    from loka.core.record import Record
+
+Part = TypeVar("Part")
+
+HIGH_TWIN, PLANNED_TWIN = "high", "planned"  # folders below the run's twins/, each with a metrics.jsonl
+
+
+class WindowMetrics(msgspec.Struct, frozen=True):
+    examples: int
+    log_loss: float | None
+    ne: float | None = None
+    best_ne: float | None = None
+
+
+class MetricsLine(msgspec.Struct, frozen=True):
+    """The part of a line of ``metrics.jsonl`` that the report draws."""
+
+    step: int
+    window: WindowMetrics
+    samples_per_s: float = math.nan
+
+
+@dataclass(frozen=True)
+class Run:
+    path: Path
+    record: "Record | None" = None
+    survey: SurveyDocument | None = None
+    plan: PlanDocument | None = None
+    comparison: Comparison | None = None
+    training: dict[str, list[MetricsLine]] = field(default_factory=dict)  # by name of the curve
+    missing: tuple[MissingPart, ...] = ()
+
+
+def read_run(run: str | Path) -> Run:
+    """Read what the folder ``run`` holds. A file that is damaged or of another schema counts as missing, with the reason."""
+    path = Path(run)
+    if not path.is_dir():
+        raise InvalidInput(f"there is no folder {run}: name a run's folder, or make one with `loka demo`")
+    missing: list[MissingPart] = []
+
+    def read(part: str, file: str, command: str, load: Callable[[], Part]) -> Part | None:
+        if not (path / file).exists():
+            missing.append(MissingPart(part, f"there is no {file}", command))
+            return None
+        try:
+            return load()
+        except InvalidFile as error:
+            missing.append(MissingPart(part, str(error), command))
+            return None
+
+    record = read("record", "record.safetensors", f"loka probe WORKLOAD -o {run}", lambda: _load_record(path))
+    survey = read("survey", "survey.json", f"loka measure {run}", lambda: Survey.load(path).document)
+    plan = read("plan", "plan.json", f"loka plan {run}", lambda: Plan.load(path).document)
+    comparison = read("comparison", "comparison.json", f"loka demo -o {run}", lambda: Comparison.load(path))
+    training = _read_training(path)
+    if not training:
+        command = f"loka train --model wukong --steps 500 --plan {run}/plan.json -o {run}"
+        missing.append(MissingPart("training", "there is no metrics.jsonl", command))
+    return Run(path, record, survey, plan, comparison, training, tuple(missing))
+
+
+def _load_record(path: Path) -> "Record":
+    from loka.core.record import Record
+
+    return Record.load(path)
+
+
+def _read_training(path: Path) -> dict[str, list[MetricsLine]]:
+    """The twins' curves where there are twins, otherwise the run's own."""
+    folders = {name: path / "twins" / name for name in (HIGH_TWIN, PLANNED_TWIN)}
+    if not all((folder / "metrics.jsonl").exists() for folder in folders.values()):
+        folders = {"training": path}
+    found = {name: _read_metrics(folder / "metrics.jsonl") for name, folder in folders.items()}
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def _read_metrics(file: Path) -> list[MetricsLine]:
+    """Whole lines only: the last may have been cut off by a kill."""
+    if not file.exists():
+        return []
+    lines = []
+    for text in file.read_bytes().splitlines():
+        try:
+            lines.append(msgspec.json.decode(text, type=MetricsLine))
+        except msgspec.DecodeError:
+            break
+    return lines

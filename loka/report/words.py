@@ -1,0 +1,34 @@
+"""Numbers as the page, the terminal and the headline write them."""
+
+from loka.core.estimate import Estimate
+
+MINUS = "−"
+NBSP = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
+
+
+def number(value: float) -> str:
+    """Three significant digits, no exponent where a reader would not want one."""
+    if value == 0:
+        return "0"
+    return f"{value:.3g}".replace("-", MINUS) if 1e-3 <= abs(value) < 1e4 else f"{value:.2e}".replace("-", MINUS)
+
+
+def times_faster(speedup: float) -> str:
+    """1.83×"""
+    return f"{speedup:.2f}×" if speedup < 10 else f"{speedup:.1f}×"
+
+
+def percent(fraction: float, digits: int = 0) -> str:
+    return f"{100 * fraction:.{digits}f}{NBSP}%".replace("-", MINUS)
+
+
+def change_percent(change: Estimate) -> str:
+    """+0.003 % ± 0.020 %, of a relative change."""
+    text = f"{100 * change.mean:+.3f} % ± {50 * (change.high - change.low):.3f} %"
+    return text.replace("-", MINUS).replace(" %", f"{NBSP}%").replace("± ", f"±{NBSP}")
+
+
+def duration(time_us: float) -> str:
+    if time_us < 1000:
+        return f"{time_us:.0f}{NBSP}µs"
+    return f"{time_us / 1000:.2f}{NBSP}ms" if time_us < 1e6 else f"{time_us / 1e6:.2f}{NBSP}s"

@@ -1,0 +1,201 @@
+"""What the report says, against numbers worked out by hand."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from loka.core.errors import InvalidInput
+from loka.core.estimate import Estimate
+from loka.core.gemm import Role
+from loka.core.plan import Goal
+from loka.planner.plan import make_plan
+from loka.report.curves import MOST_POINTS, draw_curves
+from loka.report.distributions import format_ranges, histogram_of
+from loka.report.headline import headline
+from loka.report.page import gather_page, render_page
+from loka.report.plan_view import draw_map, list_plan, list_rejected, shares
+from loka.report.run import MetricsLine, Run, WindowMetrics, read_run
+from loka.report.words import NBSP, change_percent, number
+from loka.report.write import write_report
+
+
+def plain(text: str) -> str:
+    return text.replace(NBSP, " ")
+
+
+def line(step: int, loss: float | None, best: float | None = None) -> MetricsLine:
+    return MetricsLine(step, WindowMetrics(100 * step, loss, loss, best))
+
+
+class TestHeadline:
+    def test_leads_with_what_was_measured(self, whole_run: Path) -> None:
+        assert plain(headline(read_run(whole_run))) == "1.80× faster serving at +0.003 % ± 0.020 % log-loss"
+
+    @pytest.mark.parametrize(
+        ("low", "mean", "high", "words"),
+        [(0.98, 1.0, 1.02, "Serving as fast as before"), (0.7, 0.8, 0.9, "Slower serving, 0.80× the speed,")],
+    )
+    def test_claims_no_speed_up_that_was_not_there(self, comparison, low, mean, high, words) -> None:
+        (pair,) = comparison.times
+        slower = msgspec.structs.replace(
+            comparison, times=(msgspec.structs.replace(pair, speedup=Estimate(mean, low, high, 9)),)
+        )
+        assert headline(Run(Path("run"), comparison=slower)).startswith(words)
+
+    def test_then_with_what_is_planned_surveyed_or_nothing(self, survey) -> None:
+        plan = make_plan(survey, goal=Goal.SERVING).document
+        assert headline(Run(Path("run"), plan=plan)) == "1 of 4 sites go to 8 bits, their GEMMs 1.67× as fast"  # 1000 ÷ 600 µs
+        none = make_plan(survey, goal=Goal.SERVING, max_error=0.001).document
+        assert headline(Run(Path("run"), plan=none)).startswith("All 4 sites stay in fp32")
+        assert headline(Run(Path("run"), survey=survey.document)) == "4 sites measured, no plan yet"
+        assert headline(Run(Path("run"))) == "Nothing measured yet"
+
+
+class TestMap:
+    def test_every_site_is_in_its_field(self, survey) -> None:
+        plan = make_plan(survey, goal=Goal.SERVING).document
+        points = {point.site: point for point in draw_map(plan, survey.document).points}
+        fields = {site: (point.is_safe, point.is_fast, point.is_chosen) for site, point in points.items()}
+        assert fields == {
+            "layers.0.hidden": (True, True, True),
+            "layers.1.hidden": (True, False, False),
+            "layers.0.out": (False, True, False),
+            "top.0": (False, False, False),
+        }
+        assert points["layers.0.hidden"].speedup == pytest.approx(3.0)  # 600 µs against 190 and a cast of 10
+        assert points["layers.1.hidden"].speedup == pytest.approx(0.5)
+        assert points["layers.0.out"].error == 0.5
+        assert shares(plan)["layers.0.hidden"] == pytest.approx(0.6)
+
+    def test_limits_that_differ_by_role_share_an_axis(self, survey) -> None:
+        plan = make_plan(survey, goal=Goal.SERVING, max_error={Role.FPROP: 0.1, Role.DGRAD: 0.2}).document
+        drawn = draw_map(plan, survey.document)
+        assert (drawn.max_error, drawn.error_axis) == (1.0, "error ÷ the role's limit")
+        assert {point.site: point.error for point in drawn.points}["layers.0.out"] == pytest.approx(5.0)
+
+    def test_sites_without_numbers_are_listed_beside_it(self, survey) -> None:
+        plan = make_plan(survey, goal=Goal.SERVING).document
+        drawn = draw_map(plan, None)
+        assert [point.site for point in drawn.points] == ["layers.0.hidden"]
+        assert [site for site, _ in drawn.off_the_map] == ["layers.1.hidden", "layers.0.out", "top.0"]
+
+
+def test_the_table_has_a_row_a_role_and_the_refusals_their_reasons(survey) -> None:
+    plan = make_plan(survey, goal=Goal.SERVING).document
+    rows = list_plan(plan, survey.document)
+    assert [(row.site, row.role, row.kernel) for row in rows][:2] == [
+        ("layers.0.hidden", "fprop", "onednn.int8"),
+        ("layers.1.hidden", "fprop", "torch.fp32"),
+    ]
+    assert (rows[0].error, rows[0].error_low, rows[0].limit, rows[0].shape) == (0.02, 0.019, 0.2, "2048×64×128")
+    rejected = {rejection.kernel: rejection for rejection in list_rejected(plan)}
+    assert rejected["torch.rowwise"].count == 4
+    assert len(rejected["torch.rowwise"].reasons) == 1  # told once, for four sites
+    assert rejected["onednn.int8"].count == 3
+    assert len(list_plan(make_plan(survey, goal=Goal.TRAINING).document, None)) == 12
+
+
+class TestCurves:
+    def test_the_difference_is_of_paired_windows(self) -> None:
+        high = [line(1, 0.5), line(2, 0.4), line(3, 0.2), line(4, None)]
+        planned = [line(1, 0.505), line(2, 0.4), line(3, 0.198), line(5, 0.1)]
+        curves = draw_curves({"high": high, "planned": planned}, "bf16")
+        assert curves is not None
+        assert [curve.name for curve in curves.curves] == ["bf16", "LoKA"]
+        assert curves.difference is not None
+        assert curves.difference.steps == (1, 2, 3)
+        assert curves.difference.change == pytest.approx((1.0, 0.0, -1.0))
+        assert curves.difference.mean == pytest.approx((0.5, 0.0))  # from the second window on
+        assert curves.difference.high[-1] == pytest.approx(4.302652729911275 / 3**0.5)  # t of 2 degrees · s/√3, s = 1
+
+    def test_long_runs_are_merged_by_examples(self) -> None:
+        lines = [line(step, float(step)) for step in range(1, 2 * MOST_POINTS + 1)]
+        curves = draw_curves({"training": lines}, "fp32")
+        assert curves is not None
+        (curve,) = curves.curves
+        assert len(curve.steps) == MOST_POINTS
+        assert curve.log_loss[0] == pytest.approx((1 * 100 + 2 * 200) / 300)
+        assert curves.difference is None
+
+    def test_the_best_loss_is_in_the_same_unit(self) -> None:
+        curves = draw_curves({"training": [MetricsLine(1, WindowMetrics(10, 0.3, 1.5, 1.0))]}, "fp32")
+        assert curves is not None
+        assert curves.best is not None
+        assert curves.best.log_loss == pytest.approx((0.2,))
+
+
+class TestDistributions:
+    def test_binades_are_counted_exactly(self) -> None:
+        histogram = histogram_of(torch.tensor([[0.0, 1.0, -1.5, 2.0], [0.25, 0.49, -3.99, 0.0]]))
+        assert histogram is not None
+        assert (histogram.first, histogram.largest, histogram.zeros) == (-2, pytest.approx(3.99), 0.25)
+        assert histogram.shares == (0.25, 0.0, 0.25, 0.25)
+
+    def test_nothing_is_drawn_of_zeros(self) -> None:
+        assert histogram_of(torch.zeros(3)) is None
+        assert histogram_of(torch.zeros(0)) is None
+
+    @pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+    def test_a_format_flushes_where_it_says(self, name: str, dtype: torch.dtype) -> None:
+        ranges = {format.name: format for format in format_ranges()}
+        top = torch.finfo(dtype).max
+        edge = top * 2.0 ** -ranges[name].flush
+        assert torch.tensor(edge * 0.99).to(dtype).float() == 0
+        assert torch.tensor(edge * 1.01).to(dtype).float() > 0
+        assert top * 2.0 ** -ranges[name].normal == pytest.approx(torch.finfo(dtype).smallest_normal)
+
+    def test_each_site_has_its_own(self, record) -> None:
+        page = gather_page(Run(Path("run"), record=record))
+        assert [site.site for site in page.distributions] == list(record.sites)
+        assert all(site.x and abs(sum(site.x.shares) + site.x.zeros - 1) < 1e-4 for site in page.distributions)
+        assert page.findings[0].remedy.startswith("The transform center mends it")
+
+
+class TestIncompleteRuns:
+    def test_a_folder_that_is_not_there(self) -> None:
+        with pytest.raises(InvalidInput, match=r"no folder nowhere.*loka demo"):
+            write_report("nowhere")
+
+    def test_an_empty_one_names_every_part_and_its_command(self, tmp_path: Path) -> None:
+        missing = {part.part: part.command for part in gather_page(read_run(tmp_path)).missing}
+        assert set(missing) == {"record", "survey", "plan", "comparison", "training"}
+        assert missing["plan"] == f"loka plan {tmp_path}"
+
+    @pytest.mark.parametrize("name", ["survey.json", "plan.json", "comparison.json", "record.safetensors"])
+    def test_a_damaged_file_is_told_and_the_rest_is_shown(self, whole_run: Path, name: str) -> None:
+        (whole_run / name).write_bytes((whole_run / name).read_bytes()[:50])
+        page = gather_page(read_run(whole_run))
+        (missing,) = page.missing
+        assert name in missing.why
+        assert page.headline != "Nothing measured yet"
+        render_page(page)
+
+    def test_a_line_cut_off_by_a_kill_is_left_out(self, whole_run: Path) -> None:
+        file = whole_run / "twins" / "high" / "metrics.jsonl"
+        file.write_bytes(file.read_bytes()[:-20])
+        assert len(read_run(whole_run).training["high"]) == 39
+
+
+def test_the_file_is_one_page_with_nothing_left_to_fill_in(whole_run: Path) -> None:
+    text = write_report(whole_run).read_text()
+    assert "/*LOKA:" not in text
+    assert not re.search(r"""(src|href)=["']?(http|//)|@import|url\(["']?http""", text)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert data
+    assert json.loads(data[1])["title"] == "Wukong small on the synthetic stream"
+
+
+def test_numbers_read_well() -> None:
+    assert [number(value) for value in (0, 0.0123456, 12.3, -2.5, 1e-5, 123456)] == [
+        "0",
+        "0.0123",
+        "12.3",
+        "−2.5",
+        "1.00e−05",
+        "1.23e+05",
+    ]
+    assert plain(change_percent(Estimate(-2e-4, -4e-4, 0.0, 8))) == "−0.020 % ± 0.020 %"
