@@ -19,6 +19,7 @@ _HOMES = {
     "refresh": "loka.nn.weight_casts",
     "LokaError": "loka.core.errors",
     "make_plan": "loka.planner.plan",
+    "write_report": "loka.report.write",
 }
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "apply_mods",
     "make_plan",
     "refresh",
+    "write_report",
 ]
 
 
