@@ -12,7 +12,7 @@ from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.contract import add_kernel
 from loka.kernels.device import constant_when_traced
-from loka.kernels.operand import Form, Layout, Operand, OperandSpec, recipe_of
+from loka.kernels.operand import Form, Layout, Operand, OperandSpec, padded_size, recipe_of
 from loka.kernels.providers.torch_fp8 import missing_fp8
 from loka.kernels.triton.casts import SCALINGS, Target, cast_matrix
 from loka.kernels.triton.gemm import gemm
@@ -93,6 +93,8 @@ class TritonCaster:
             return reason
         if problem.format not in READS:
             return f"reads {', '.join(READS)}, not {problem.format}"
+        if form.transposed and padded_size(problem.rows, spec.contraction_multiple) % 4:
+            return "writes transposed codes four at a time, and their number is not a multiple of 4"
         if problem.rows == 0 or problem.cols == 0:
             return "launches nothing for a tensor without values"
         return None

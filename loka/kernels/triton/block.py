@@ -12,16 +12,17 @@ from torch import Tensor
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.gemm import descriptor
 from loka.kernels.triton.tiles import (
+    NORM_ROWS,
     NormBlocks,
     ceil_div,
     choose_backward_tiles,
     choose_block_tiles,
     is_promoted,
     multiprocessors,
+    norm_backward_steps,
 )
 
 ACTIVATIONS = ("none", "relu", "hard_swish")
-NORM_ROWS = 32
 
 
 class Wanted(NamedTuple):
@@ -101,7 +102,7 @@ def _block_forward(
         ROWS=tiles.rows, COLS=tiles.cols, WIDTH=blocks.width, WIDER=blocks.wider, DEPTH=tiles.depth, PROMOTED=is_promoted(k),
         X_ROWWISE=x_scale is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
         HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return out
 
@@ -145,7 +146,7 @@ def _norm_forward(
     kernels.norm_forward_kernel[(ceil_div(m, NORM_ROWS) * blocks.count,)](
         z, *out, m, n, z.stride(0), blocks.count, eps, 1 / blocks.code_scale, padded_size(n, 16), padded_size(m, 16),
         ROWS=NORM_ROWS, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation,
-        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved, num_warps=4,
+        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved, num_warps=4, launch_pdl=z.is_cuda,
     )  # fmt: skip
     return out
 
@@ -170,6 +171,57 @@ def _outputs(like: Tensor, m: int, blocks: NormBlocks, wanted: Wanted) -> tuple[
         empty(m, padded_size(n, 16), fp8, wanted.saved),
         empty(blocks.count, m, torch.float32, wanted.saved),
     )
+
+
+class NormGradient(NamedTuple):
+    """The gradient behind activation and norm, the amaxes of its rows and then columns, and the bias's gradient if wanted."""
+
+    dz_MN: Tensor
+    amax: Tensor  # as ``cast_matrix`` takes it
+    bias_N: Tensor
+
+
+def norm_backward(
+    dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str, *, bias: bool
+) -> NormGradient:  # fmt: skip
+    """dz from dy and what forward saved, in dy's dtype."""
+    dz, amax, bias_sums_GN = torch.ops.loka.norm_backward(
+        dy_MN, normed_MN, rstd_BM, blocks.features, blocks.block, activation, bias
+    )
+    return NormGradient(dz, amax, bias_sums_GN.sum(0))
+
+
+@torch.library.custom_op("loka::norm_backward", mutates_args=())
+def _norm_backward(
+    dy: Tensor, normed: Tensor, rstd: Tensor, n: int, block: int, activation: str, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from loka.kernels.triton import block_kernels as kernels
+
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    m, blocks = dy.shape[0], NormBlocks(n, block)
+    steps = norm_backward_steps(m, blocks, multiprocessors(dy.device))
+    groups = ceil_div(m, NORM_ROWS * steps)
+    dz, amax, bias_sums = dy.new_empty((m, n)), dy.new_zeros(m + n, dtype=torch.int32), _bias_sums(dy, groups, n, bias)
+    kernels.norm_backward_kernel[(groups * blocks.count,)](
+        dy, normed, rstd, dz, amax[:m], amax[m:], bias_sums,
+        m, n, dy.stride(0), normed.stride(0), blocks.count, blocks.code_scale,
+        ROWS=NORM_ROWS, STEPS=steps, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation, BIAS=bias,
+        num_warps=8, launch_pdl=dy.is_cuda,
+    )  # fmt: skip
+    return dz, amax, bias_sums
+
+
+@_norm_backward.register_fake
+def _(
+    dy: Tensor, normed: Tensor, rstd: Tensor, n: int, block: int, activation: str, bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    m = dy.shape[0]
+    groups = ceil_div(m, NORM_ROWS * norm_backward_steps(m, NormBlocks(n, block), multiprocessors(dy.device)))
+    return dy.new_empty((m, n)), dy.new_empty(m + n, dtype=torch.int32), _bias_sums(dy, groups, n, bias)
+
+
+def _bias_sums(dy: Tensor, groups: int, n: int, wanted: bool) -> Tensor:
+    return dy.new_empty((groups, n) if wanted else (0, 0), dtype=torch.float32)
 
 
 def block_backward(
@@ -206,7 +258,7 @@ def _block_backward(
         dy, normed, rstd, *out,
         m, n, dy.stride(0), normed.stride(0), blocks.count, groups, blocks.code_scale,
         ROWS=tiles.rows, STEPS=tiles.steps, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation,
-        PLAIN=plain, TRANS=transposed, BIAS=bias, num_warps=tiles.warps,
+        PLAIN=plain, TRANS=transposed, BIAS=bias, num_warps=tiles.warps, launch_pdl=dy.is_cuda,
     )  # fmt: skip
     return out
 

@@ -9,7 +9,14 @@ Axes:  M rows of the batch,  N features, of which a program holds one whole norm
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3
+from loka.kernels.triton.fp8 import (
+    divide,
+    let_next_kernel_start,
+    magnitude,
+    scale_of,
+    to_e4m3,
+    wait_for_kernels_before,
+)
 from loka.kernels.triton.gemm_kernels import contract, tile_of
 
 
@@ -94,9 +101,11 @@ def block_forward_kernel(
     HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
 ):  # fmt: skip
     """Product, norm and activation of one norm block for ROWS rows. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
+    wait_for_kernels_before()
     tile_m, block = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), blocks)
     first_n, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
     sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED)
+    let_next_kernel_start()
     index_M = tile_m * ROWS + tl.arange(0, ROWS)
     w_scale_N = tl.load(w_scale_ptr + index_N, mask=inside_N, other=0.0) * x_factor
     z_MN = tl.where(inside_N[None, :], sum_MN * w_scale_N[None, :], 0.0)
@@ -119,6 +128,7 @@ def norm_forward_kernel(
     HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
 ):  # fmt: skip
     """The same behind a z that something else has written."""
+    wait_for_kernels_before()
     tile_m, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
     index_M = tile_m * ROWS + tl.arange(0, ROWS)
@@ -147,6 +157,39 @@ def _load_dz(
 
 
 @triton.jit
+def norm_backward_kernel(
+    dy_ptr, normed_ptr, rstd_ptr, dz_ptr, row_amax_ptr, col_amax_ptr, bias_sums_ptr,
+    m, n, dy_stride, normed_stride, blocks, unit,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """dz of one norm block for ROWS·STEPS rows, from dy and what forward SAVED, and the amaxes of its rows and columns.
+
+    Amaxes are of dz as it is stored, raised from 0 by atomic maxima: the same in whatever order. BIAS: sums over the rows.
+    """
+    wait_for_kernels_before()
+    group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
+    col_amax_N = tl.zeros((COLS,), tl.int32)
+    col_sum_N = tl.zeros((COLS,), tl.float32)
+    for step in range(STEPS):
+        index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        dz_MN = _load_dz(
+            dy_ptr, normed_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, normed_stride, unit, ACTIVATION
+        ).to(dz_ptr.dtype.element_ty)
+        place = dz_ptr + index_M.to(tl.int64)[:, None] * n + index_N[None, :]
+        tl.store(place, dz_MN, mask=(index_M < m)[:, None] & inside_N[None, :])
+        bits_MN = magnitude(dz_MN)
+        tl.atomic_max(row_amax_ptr + index_M, tl.max(bits_MN, axis=1), mask=index_M < m, sem="relaxed")
+        col_amax_N = tl.maximum(col_amax_N, tl.max(bits_MN, axis=0))
+        if BIAS:
+            col_sum_N += tl.sum(dz_MN.to(tl.float32), axis=0)
+    tl.atomic_max(col_amax_ptr + index_N, col_amax_N, mask=inside_N, sem="relaxed")
+    if BIAS:
+        tl.store(bias_sums_ptr + group * n + index_N, col_sum_N, mask=inside_N)
+
+
+@triton.jit
 def block_backward_kernel(
     dy_ptr, normed_ptr, rstd_ptr, dz_ptr, dz_scale_ptr, dz_t_ptr, dz_t_scale_ptr, bias_grad_ptr,
     m, n, dy_stride, normed_stride, blocks, groups, unit,
@@ -160,6 +203,7 @@ def block_backward_kernel(
     BIAS: the sum of dz over the group's rows (groups × N).
     Both scales cover what one program sees, so no pass over all of dz is needed to find them.
     """
+    wait_for_kernels_before()
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
     offset = tl.arange(0, COLS)

@@ -7,7 +7,7 @@ padding alone is 1. Amaxes travel as the bits of ``fp8.magnitude``.
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3
+from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3, to_e4m3_words, wait_for_kernels_before
 
 
 @triton.jit
@@ -26,6 +26,7 @@ def amax_kernel(
 
     A maximum is the same in whatever order programs get to it.
     """
+    wait_for_kernels_before()
     row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
     col = col_strip * COLS + tl.arange(0, COLS)
     col_amax = tl.zeros((COLS,), tl.int32)
@@ -43,9 +44,9 @@ def amax_kernel(
 
 @triton.jit
 def _scales(
-    bits_AB, index_A, size_A, amax_A_ptr, all_amax_ptr, static_scale, A: tl.constexpr, SCALING: tl.constexpr
+    tile_amax_A, index_A, size_A, amax_A_ptr, all_amax_ptr, static_scale, A: tl.constexpr, SCALING: tl.constexpr
 ):  # fmt: skip
-    """The scale of each entry of axis A of a tile, axis B being contracted."""
+    """The scale of each entry of a tile's outer axis A. ``tile_amax_A`` are the amaxes within the tile."""
     if SCALING == "static":
         return tl.zeros((A,), tl.float32) + static_scale
     elif SCALING == "tensorwise":
@@ -53,23 +54,31 @@ def _scales(
     elif SCALING == "rowwise":
         return scale_of(tl.load(amax_A_ptr + index_A, mask=index_A < size_A, other=0))
     elif SCALING == "1x128":
-        return scale_of(tl.max(bits_AB, axis=1))
+        return scale_of(tile_amax_A)
     else:
         tl.static_assert(SCALING == "128x128")
-        return scale_of(tl.zeros((A,), tl.int32) + tl.max(tl.max(bits_AB, axis=1), axis=0))
+        return scale_of(tl.zeros((A,), tl.int32) + tl.max(tile_amax_A, axis=0))
 
 
 @triton.jit
-def _store_codes(
-    x_AB, scale_A, index_A, index_B, tile_A, tile_B, codes_ptr, scale_ptr, size_A, size_B, SCALING: tl.constexpr
-):  # fmt: skip
-    """Codes of a tile (A outer, B contracted; sizes with padding), and its scales, each written by one program."""
-    value_AB = x_AB.to(tl.float32)
-    scaled_AB = divide(value_AB, scale_A[:, None], tl.div_rn(1.0, scale_A)[:, None])
+def _scaled(x, scale, SCALING: tl.constexpr):
+    """x / scale; both have the tile's shape, or axes of length 1."""
+    value = x.to(tl.float32)
+    scaled = divide(value, scale, tl.div_rn(1.0, scale))
     if SCALING == "static":  # a scale from an amax has made NaN of everything beside an infinity; this one has not
-        scaled_AB = tl.where(tl.abs(value_AB) == float("inf"), float("nan"), scaled_AB)
-    inside = (index_A < size_A)[:, None] & (index_B < size_B)[None, :]
-    tl.store(codes_ptr + index_A.to(tl.int64)[:, None] * size_B + index_B[None, :], to_e4m3(scaled_AB), mask=inside)
+        scaled = tl.where(tl.abs(value) == float("inf"), float("nan"), scaled)
+    return scaled
+
+
+@triton.jit
+def _store_plain(scaled_RC, row, col, codes_ptr, rows, cols):
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    tl.store(codes_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], to_e4m3(scaled_RC), mask=inside)
+
+
+@triton.jit
+def _store_scales(scale_A, index_A, tile_A, tile_B, scale_ptr, size_A, size_B, SCALING: tl.constexpr):
+    """The scales of a tile (A outer, B contracted; sizes with padding), each written by one program."""
     if SCALING == "rowwise":
         tl.store(scale_ptr + index_A, scale_A, mask=(index_A < size_A) & (tile_B == 0))
     elif SCALING == "1x128":  # the outer axis contiguous, as cuBLAS reads them
@@ -86,24 +95,51 @@ def _store_codes(
 
 @triton.jit
 def cast_kernel(
-    x_ptr, plain_ptr, plain_scale_ptr, trans_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
+    x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles_across,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One tile, read once, written as codes of the scalings PLAIN and TRANS ("none": not written)."""
+    """One tile, read once, written as codes of the scalings PLAIN and TRANS ("none": not written).
+
+    SAME: both have the same scales, so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes,
+    which the compiler does not find out through a division. The tile is read as four tiles of every fourth row: four codes
+    of one column then meet in one thread, and are one word of the transpose.
+    """
+    wait_for_kernels_before()
     tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
-    row = tile_R * ROWS + tl.arange(0, ROWS)
+    quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)
     col = tile_C * COLS + tl.arange(0, COLS)
-    x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
-    bits_RC = magnitude(x_RC)
-    if PLAIN != "none":
-        scale_R = _scales(bits_RC, row, rows, row_amax_ptr, all_amax_ptr, plain_static, ROWS, PLAIN)
-        _store_codes(x_RC, scale_R, row, col, tile_R, tile_C, plain_ptr, plain_scale_ptr, plain_rows, plain_cols, PLAIN)
+    QUADS: tl.constexpr = ROWS // 4
+    x0 = _load_tile(x_ptr, 4 * quad, col, rows, cols, row_stride)
+    x1 = _load_tile(x_ptr, 4 * quad + 1, col, rows, cols, row_stride)
+    x2 = _load_tile(x_ptr, 4 * quad + 2, col, rows, cols, row_stride)
+    x3 = _load_tile(x_ptr, 4 * quad + 3, col, rows, cols, row_stride)
+    bits_QC = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
     if TRANS != "none":
-        bits_CR, x_CR = tl.trans(bits_RC), tl.trans(x_RC)
-        scale_C = _scales(bits_CR, col, cols, col_amax_ptr, all_amax_ptr, trans_static, COLS, TRANS)
-        _store_codes(x_CR, scale_C, col, row, tile_C, tile_R, trans_ptr, trans_scale_ptr, trans_rows, trans_cols, TRANS)
+        amax_C = tl.max(bits_QC, axis=0) if TRANS == "1x128" or TRANS == "128x128" else tl.zeros((COLS,), tl.int32)
+        scale_C = _scales(amax_C, col, cols, col_amax_ptr, all_amax_ptr, trans_static, COLS, TRANS)
+        _store_scales(scale_C, col, tile_C, tile_R, trans_scale_ptr, trans_rows, trans_cols, TRANS)
+        scaled0, scaled1 = _scaled(x0, scale_C[None, :], TRANS), _scaled(x1, scale_C[None, :], TRANS)
+        scaled2, scaled3 = _scaled(x2, scale_C[None, :], TRANS), _scaled(x3, scale_C[None, :], TRANS)
+        words = tl.multiple_of(trans_cols // 4, 4) if ALIGNED else trans_cols // 4
+        inside = (col < trans_rows)[:, None] & (quad < words)[None, :]
+        place = trans_words_ptr + col.to(tl.int64)[:, None] * words + quad[None, :]
+        tl.store(place, tl.trans(to_e4m3_words(scaled0, scaled1, scaled2, scaled3)), mask=inside)
+    if PLAIN != "none":
+        all_Q = tl.max(bits_QC, axis=1) if PLAIN == "128x128" else tl.zeros((QUADS,), tl.int32)
+        for j in tl.static_range(4):
+            x_QC = x0 if j == 0 else x1 if j == 1 else x2 if j == 2 else x3
+            row = 4 * quad + j
+            amax_Q = tl.max(magnitude(x_QC), axis=1) if PLAIN == "1x128" else all_Q
+            scale_Q = _scales(amax_Q, row, rows, row_amax_ptr, all_amax_ptr, plain_static, QUADS, PLAIN)
+            _store_scales(scale_Q, row, tile_R, tile_C, plain_scale_ptr, plain_rows, plain_cols, PLAIN)
+            if SAME:
+                scaled_QC = scaled0 if j == 0 else scaled1 if j == 1 else scaled2 if j == 2 else scaled3
+            else:
+                scaled_QC = _scaled(x_QC, scale_Q[:, None], PLAIN)
+            _store_plain(scaled_QC, row, col, plain_ptr, plain_rows, plain_cols)
 
 
 @triton.jit
@@ -111,8 +147,10 @@ def rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, rows, cols, row_stride, padded_rows, padded_cols, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """Row scales and codes of whole rows, in one read."""
+    wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
     scale_R = scale_of(tl.max(magnitude(x_RC), axis=1))
-    _store_codes(x_RC, scale_R, row, col, 0, 0, codes_ptr, scale_ptr, padded_rows, padded_cols, "rowwise")
+    _store_plain(_scaled(x_RC, scale_R[:, None], "rowwise"), row, col, codes_ptr, padded_rows, padded_cols)
+    tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from loka.core.errors import InvalidInput
 from loka.core.recipe import Scaling
 from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.triton.tiles import multiprocessors, power_of_two
@@ -37,6 +38,11 @@ class Target(NamedTuple):
     @classmethod
     def none(cls) -> "Target":
         return cls(NOT_WRITTEN, 0, 0, 1.0)
+
+    def has_scales_of(self, transposed: "Target") -> bool:
+        """Whether a value has the same scale in both, whatever the values are."""
+        whole = self.scaling in (Scaling.STATIC, Scaling.TENSORWISE, Scaling.BLOCK_128X128)
+        return whole and self.scaling == transposed.scaling and self.static_scale == transposed.static_scale
 
     def empty(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Memory for codes and scales, on the device of ``x``."""
@@ -78,14 +84,20 @@ def reads(plain: str, trans: str, cols: int) -> int:
     return 1 if plain in in_one_read and trans in in_one_read else 2
 
 
-def cast_matrix(x: Tensor, plain: Target, trans: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of ``x`` in its own order of axes and transposed; empty tensors for a ``Target.none()``."""
-    return torch.ops.loka.cast_e4m3(x, *plain, *trans)
+def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of ``x`` in its own order of axes and transposed; empty tensors for a ``Target.none()``.
+
+    ``amax`` are the amaxes of rows, then of columns, where whoever wrote ``x`` has seen them: then it is read only once.
+    """
+    if trans.contraction % 4:
+        raise InvalidInput(f"transposed codes are written four at a time: pad {trans.contraction} rows to a multiple of 4")
+    return torch.ops.loka.cast_e4m3(x, amax, *plain, *trans)
 
 
 @torch.library.custom_op("loka::cast_e4m3", mutates_args=())
 def _cast_e4m3(
     x: Tensor,
+    amax: Tensor | None,
     plain_scaling: str,
     plain_outer: int,
     plain_contraction: int,
@@ -105,26 +117,30 @@ def _cast_e4m3(
     trans_codes, trans_scale = trans.empty(x)
     results = plain_codes, plain_scale, trans_codes, trans_scale
 
-    if plain.scaling == "rowwise" and trans.scaling == NOT_WRITTEN and cols <= WIDEST_ROW:
+    if plain.scaling == "rowwise" and trans.scaling == NOT_WRITTEN and amax is None and cols <= WIDEST_ROW:
         step = rows_at_once(plain.contraction)
         kernels.rowwise_kernel[(-(-plain.outer // step),)](
             x, plain_codes, plain_scale, rows, cols, row_stride, plain.outer, plain.contraction,
             ROWS=step, COLS=max(16, power_of_two(plain.contraction)), num_warps=8 if plain.contraction > 1024 else 4,
+            launch_pdl=x.is_cuda,
         )  # fmt: skip
         return results
 
     sms = multiprocessors(x.device)
     scalings = plain.scaling, trans.scaling
-    row_amax, col_amax, all_amax = _amaxes(x, scalings, sms)
+    if amax is None:
+        row_amax, col_amax, all_amax = _amaxes(x, scalings, sms)
+    else:
+        row_amax, col_amax, all_amax = amax[:rows], amax[rows:], amax
     tile = cast_tile(rows, cols, scalings, sms)
     tiles_across = -(-max(plain.contraction, trans.outer) // tile.cols)
     tiles = tiles_across * -(-max(plain.outer, trans.contraction) // tile.rows)
     kernels.cast_kernel[(tiles,)](
-        x, plain_codes, plain_scale, trans_codes, trans_scale, row_amax, col_amax, all_amax,
+        x, plain_codes, plain_scale, trans_codes.flatten().view(torch.int32), trans_scale, row_amax, col_amax, all_amax,
         rows, cols, row_stride, plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles_across,
-        ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling,
-        num_warps=8 if tile.rows == 128 else 4,
+        ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
+        ALIGNED=trans.contraction % 16 == 0, num_warps=8 if tile.rows == 128 else 4, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return results
 
@@ -142,6 +158,7 @@ def _amaxes(x: Tensor, scalings: tuple[str, str], sms: int) -> tuple[Tensor, Ten
         kernels.amax_kernel[(-(-rows // (down * tile_rows)) * -(-cols // tile_cols),)](
             x, row_amax, col_amax, all_amax, rows, cols, x.stride(0), down,
             ROWS=tile_rows, COLS=tile_cols, OF_ROWS=of_rows, OF_COLS=of_cols, OF_ALL=of_all, num_warps=8,
+            launch_pdl=x.is_cuda,
         )  # fmt: skip
     return row_amax, col_amax, all_amax
 
@@ -149,6 +166,7 @@ def _amaxes(x: Tensor, scalings: tuple[str, str], sms: int) -> tuple[Tensor, Ten
 @_cast_e4m3.register_fake
 def _(
     x: Tensor,
+    amax: Tensor | None,
     plain_scaling: str,
     plain_outer: int,
     plain_contraction: int,

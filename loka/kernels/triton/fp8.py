@@ -6,6 +6,7 @@ The rules are those of ``loka.numerics.scaling``: an amax of 0 gives a scale of 
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 E4M3_MAX = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)  # FP32's smallest normal number
@@ -20,6 +21,21 @@ FOUR_TO_E4M3 = tl.constexpr("""{
     cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
     mov.b32 $0, {low, high};
 }""")
+
+
+@triton.jit
+def wait_for_kernels_before():
+    """Every kernel's first statement. Our kernels are launched (``launch_pdl``) while the one before them still runs, and get
+    ready; from here on its results are there. Each waits, so that one which did not would be the only one to run too early."""
+    if not INTERPRETED:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start():
+    """The next kernel may be launched: what this one still does needs little room."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -64,3 +80,16 @@ def to_e4m3(x):
     else:
         code = tl.inline_asm_elementwise(FOUR_TO_E4M3, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
     return code.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def to_e4m3_words(a, b, c, d):
+    """``to_e4m3`` of four tiles, element by element in one word, the first lowest: a transpose then moves words, not bytes."""
+    if INTERPRETED:
+        return _code(a) | (_code(b) << 8) | (_code(c) << 16) | (_code(d) << 24)
+    return tl.inline_asm_elementwise(FOUR_TO_E4M3, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _code(x):
+    return to_e4m3(x).to(tl.uint8, bitcast=True).to(tl.int32)

@@ -46,7 +46,7 @@ def _fp8_gemm(
         ROWS=tiles.rows, COLS=tiles.cols, DEPTH=tiles.depth,
         A_ROWWISE=a_scale.numel() > 1, B_ROWWISE=b_scale.numel() > 1,
         HAS_BIAS=bias is not None and splits == 1, PROMOTED=promoted,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=a.is_cuda,
     )  # fmt: skip
     return out if splits == 1 else _add_splits(part, bias, out)
 
@@ -104,7 +104,7 @@ def _fp8_grouped_gemm(
         descriptor(a, m, k, tiles.rows, depth), descriptor(b, n, min(k, b.shape[1]), tiles.cols, depth),
         a_scale, b_scale, part, m, n, groups, groups_of_split, b_factor,
         ROWS=tiles.rows, COLS=tiles.cols, DEPTH=depth, STEPS=length // depth, B_ROWWISE=b_scale is not None,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=a.is_cuda,
     )  # fmt: skip
     return out if splits == 1 else _add_splits(part, None, out)
 
@@ -135,6 +135,6 @@ def _add_splits(part: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
 
     kernels.add_splits_kernel[(ceil_div(out.numel(), SUMS_PER_PROGRAM),)](
         part, bias, out, out.numel(), out.shape[1], part.shape[0],
-        HAS_BIAS=bias is not None, LENGTH=SUMS_PER_PROGRAM, num_warps=4,
+        HAS_BIAS=bias is not None, LENGTH=SUMS_PER_PROGRAM, num_warps=4, launch_pdl=out.is_cuda,
     )  # fmt: skip
     return out

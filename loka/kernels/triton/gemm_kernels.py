@@ -6,6 +6,8 @@ Axes:  M rows of the output,  N its columns,  K contracted.  A scale multiplies 
 import triton
 import triton.language as tl
 
+from loka.kernels.triton.fp8 import let_next_kernel_start, wait_for_kernels_before
+
 TILE_ROWS_AT_ONCE = tl.constexpr(8)  # programs that run together share rows of a and columns of b in the cache
 
 
@@ -60,11 +62,13 @@ def gemm_kernel(
     A_ROWWISE: tl.constexpr, B_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, PROMOTED: tl.constexpr,
 ):  # fmt: skip
     """One tile of the product, or of one split's part of it; axis 1 of the grid is the split."""
+    wait_for_kernels_before()
     split = tl.program_id(1)
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(n, COLS))
     first = split * k_of_split
     last = tl.minimum(first + k_of_split, k)
     sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, first, last, ROWS, COLS, DEPTH, PROMOTED)
+    let_next_kernel_start()
     index_M, index_N = tile_m * ROWS + tl.arange(0, ROWS), tile_n * COLS + tl.arange(0, COLS)
     out_MN = dequantize(sum_MN, a_scale_ptr, b_scale_ptr, index_M, index_N, m, n, A_ROWWISE, B_ROWWISE)
     if HAS_BIAS:
@@ -81,6 +85,7 @@ def grouped_gemm_kernel(
 
     b's scale is ``b_factor``, times one a row where B_ROWWISE.
     """
+    wait_for_kernels_before()
     split = tl.program_id(1)
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(n, COLS))
     index_M, index_N = tile_m * ROWS + tl.arange(0, ROWS), tile_n * COLS + tl.arange(0, COLS)
@@ -93,6 +98,7 @@ def grouped_gemm_kernel(
         b_NK = b_desc.load([tile_n * COLS, step * DEPTH])
         a_scale_M = tl.load(a_scale_ptr + group * m + index_M, mask=index_M < m, other=0.0)
         sum_MN += tl.dot(a_MK, b_NK.T) * a_scale_M[:, None]
+    let_next_kernel_start()
     if B_ROWWISE:
         sum_MN *= scales_along(b_scale_ptr, index_N, n, True)[None, :]
     store(out_ptr + split.to(tl.int64) * m * n, sum_MN * b_factor, index_M, index_N, m, n)
@@ -101,6 +107,7 @@ def grouped_gemm_kernel(
 @triton.jit
 def add_splits_kernel(part_ptr, bias_ptr, out_ptr, size, n, splits, HAS_BIAS: tl.constexpr, LENGTH: tl.constexpr):
     """The sum of the splits' parts (splits × size), in their order: the same every time."""
+    wait_for_kernels_before()
     index = tl.program_id(0).to(tl.int64) * LENGTH + tl.arange(0, LENGTH)
     total = tl.zeros((LENGTH,), tl.float32)
     for _ in range(splits):

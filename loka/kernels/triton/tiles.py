@@ -149,3 +149,11 @@ def choose_backward_tiles(m: int, blocks: NormBlocks, sms: int) -> BackwardTiles
     """Groups of 128 rows, the depth that wgrad's product likes; of 64 where they would leave multiprocessors idle."""
     steps = 2 if ceil_div(m, 128) * blocks.count >= sms else 1
     return BackwardTiles(64, steps, warps=max(4, 64 * blocks.room // 1024))
+
+
+NORM_ROWS = 32
+
+
+def norm_backward_steps(m: int, blocks: NormBlocks, sms: int) -> int:
+    """How many tiles of rows a program goes down, raising column amaxes once for all: up to 8 if every multiprocessor has four."""
+    return max(1, min(8, ceil_div(m, NORM_ROWS) * blocks.count // (4 * sms)))

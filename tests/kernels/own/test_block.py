@@ -9,16 +9,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from loka.kernels.operand import padded_size
+from loka.core.recipe import Format, Scaling
+from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.triton.block import (
     BlockGradients,
     BlockOutputs,
+    NormGradient,
     Wanted,
     block_backward,
     block_forward,
+    norm_backward,
     norm_forward,
     spread_blocks,
 )
+from loka.kernels.triton.casts import Target, cast_matrix
 from loka.kernels.triton.tiles import NormBlocks, choose_backward_tiles, choose_block_tiles
 from loka.nn.block_norm import block_sizes
 from loka.numerics.formats import decode
@@ -142,7 +146,23 @@ def check_backward(m: int, blocks: NormBlocks, activation: str, dtype: torch.dty
     got = block_backward(dy, out.normed_MN, out.rstd_BM, blocks, activation, plain=True, transposed=True, bias=True)
     normed = decode(out.normed_MN[:, :n], torch.float64) * blocks.code_scale
     dz = dz_reference(dy.double(), normed, out.rstd_BM.double(), blocks, activation)
-    check_gradients(got, dz, blocks, slack=1e-6 * float(dy.abs().max() * out.rstd_BM.max()))
+    slack = 1e-6 * float(dy.abs().max() * out.rstd_BM.max())
+    check_gradients(got, dz, blocks, slack)
+    check_norm_gradient(norm_backward(dy, out.normed_MN, out.rstd_BM, blocks, activation, bias=True), dz, slack)
+
+
+def check_norm_gradient(got: NormGradient, dz: Tensor, slack: float) -> None:
+    m, n = dz.shape
+    rounding = torch.finfo(got.dz_MN.dtype).eps
+    torch.testing.assert_close(got.dz_MN.double(), dz, rtol=rounding, atol=slack)
+    stored = got.dz_MN.float().abs()
+    assert torch.equal(got.amax.view(torch.float32), torch.cat([stored.amax(1), stored.amax(0)]))
+    torch.testing.assert_close(got.bias_N.double(), got.dz_MN.double().sum(0), rtol=1e-5, atol=m * 1e-7 * float(stored.max()))
+    # Whoever wrote dz has seen its amaxes: casts need not look for them.
+    rowwise = OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16)
+    targets = Target.of(rowwise, m, n), Target.of(rowwise, n, m)
+    for known, found in zip(cast_matrix(got.dz_MN, *targets, got.amax), cast_matrix(got.dz_MN, *targets), strict=True):
+        assert torch.equal(known.view(torch.uint8), found.view(torch.uint8))
 
 
 def check_gradients(got: BlockGradients, dz: Tensor, blocks: NormBlocks, slack: float) -> None:

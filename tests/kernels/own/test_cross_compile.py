@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.block import NORM_ROWS
-from loka.kernels.triton.tiles import GEMM_TILES, NormBlocks, Tiles, choose_backward_tiles, choose_block_tiles, is_promoted
+from loka.kernels.triton.tiles import (
+    GEMM_TILES,
+    NORM_ROWS,
+    NormBlocks,
+    Tiles,
+    choose_backward_tiles,
+    choose_block_tiles,
+    is_promoted,
+    norm_backward_steps,
+)
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs the package triton", allow_module_level=True)
@@ -31,11 +39,18 @@ def integers(*names: str) -> dict[str, str]:
 
 def cast_case(plain: str, trans: str, tile: int) -> dict[str, Any]:
     arguments = {
-        "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_ptr": FP8, "trans_scale_ptr": FP32,
+        "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
         "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32, "plain_static": "fp32", "trans_static": "fp32",
         **integers("rows", "cols", "row_stride", "plain_rows", "plain_cols", "trans_rows", "trans_cols", "tiles_across"),
     }  # fmt: skip
-    constants = {"ROWS": tile, "COLS": tile, "PLAIN": plain, "TRANS": trans}
+    constants = {
+        "ROWS": tile,
+        "COLS": tile,
+        "PLAIN": plain,
+        "TRANS": trans,
+        "SAME": plain == trans != "rowwise",
+        "ALIGNED": True,
+    }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
             "warps": 8 if tile == 128 else 4, "stages": 3}  # fmt: skip
 
@@ -102,6 +117,18 @@ def backward_case(m: int, n: int) -> dict[str, Any]:
             "warps": tiles.warps, "stages": 3}  # fmt: skip
 
 
+def norm_backward_case(m: int, n: int) -> dict[str, Any]:
+    blocks = NormBlocks(n, 256)
+    arguments = {
+        "dy_ptr": BF16, "normed_ptr": FP8, "rstd_ptr": FP32, "dz_ptr": BF16, "row_amax_ptr": INT32, "col_amax_ptr": INT32,
+        "bias_sums_ptr": FP32, "unit": "fp32", **integers("m", "n", "dy_stride", "normed_stride", "blocks"),
+    }  # fmt: skip
+    constants = {"ROWS": NORM_ROWS, "STEPS": norm_backward_steps(m, blocks, 132), "COLS": blocks.room, "WIDTH": blocks.width,
+                 "WIDER": blocks.wider, "ACTIVATION": "hard_swish", "BIAS": True}  # fmt: skip
+    return {"module": "block_kernels", "kernel": "norm_backward_kernel", "arguments": arguments, "constants": constants,
+            "warps": 8, "stages": 3}  # fmt: skip
+
+
 def norm_case(n: int) -> dict[str, Any]:
     blocks = NormBlocks(n, 256)
     arguments = {"z_ptr": BF16, **OUTPUTS, "eps": "fp32", "codes_per_unit": "fp32",
@@ -136,6 +163,8 @@ CASES = {
     "block backward, small": backward_case(2048, 768),
     "block backward, large": backward_case(12288, 4096),
     "norm to fp8": norm_case(1024),
+    "norm backward, small": norm_backward_case(2048, 768),
+    "norm backward, large": norm_backward_case(12288, 4096),
     # What choose_tiles must not choose: its sums do not fit twice.
     "promoted 128x256": gemm_case(next(filter(is_widest, GEMM_TILES)), promoted=True),
 }
