@@ -81,8 +81,11 @@ def fastest_of_alike(costs: SiteCosts, qualified: ByRole) -> tuple[ByRole, list[
     return leaders, refused
 
 
-def fastest_triple(costs: SiteCosts, qualified: ByRole) -> SiteOption:
-    """The triple that is fastest as a whole; ties go to the one with more high precision, then by name."""
+def fastest_triple(costs: SiteCosts, qualified: ByRole) -> SiteOption | None:
+    """The triple that is fastest as a whole, high precision throughout aside; None where nothing else qualifies.
+
+    Ties go to the one with more high precision, then by name.
+    """
     best: tuple[tuple[float, int, list[str]], Kernels] | None = None
     best_with: dict[Key, float] = {}
     for kernels in _triples(costs, qualified):
@@ -95,8 +98,7 @@ def fastest_triple(costs: SiteCosts, qualified: ByRole) -> SiteOption:
             best = order, kernels
         for candidate in kernels.values():
             best_with[key_of(candidate)] = min(time_us, best_with.get(key_of(candidate), time_us))
-    assert best is not None  # high precision is always among them
-    return SiteOption(best[1], best[0][0], best_with)
+    return None if best is None else SiteOption(best[1], best[0][0], best_with)
 
 
 def _triples(costs: SiteCosts, qualified: ByRole) -> Iterator[Kernels]:
@@ -105,7 +107,8 @@ def _triples(costs: SiteCosts, qualified: ByRole) -> Iterator[Kernels]:
         for triple in product(*choices):
             kernels = dict(zip(costs.roles, triple, strict=True))
             # What has no transform in it at all was seen when the transform was NONE.
-            if transform is Transform.NONE or any(c.transform is transform for c in triple):
+            is_new = transform is Transform.NONE or any(c.transform is transform for c in triple)
+            if is_new and any(c.kernel != costs.site.baseline for c in triple):
                 yield kernels
 
 

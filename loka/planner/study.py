@@ -8,7 +8,6 @@ from loka.planner.costs import ROLES, SiteCosts
 from loka.planner.limits import Limits
 from loka.planner.options import (
     BlockOption,
-    ByRole,
     SiteOption,
     block_options,
     fastest_of_alike,
@@ -49,7 +48,10 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
     qualified, refused = qualified_candidates(costs, limits)
     leaders, slower = fastest_of_alike(costs, qualified)
     option = fastest_triple(costs, leaders)
-    stays = _why_stay(costs, option, leaders, limits)
+    if option is None:
+        stays = "no kernel is able and accurate enough"
+        return Study(site, costs, stays, None, tuple(blocks), (*refused, *refused_blocks))
+    stays = _why_stay(costs, option, limits)
     against = f"{costs.baseline_us:.4g} in high precision" if stays else f"{option.time_us:.4g} as chosen"
     for candidate in (c for candidates in leaders.values() for c in candidates):
         if stays or option.kernels[candidate.role] is not candidate:
@@ -59,16 +61,12 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
     return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks))
 
 
-def _why_stay(costs: SiteCosts, option: SiteOption, leaders: ByRole, limits: Limits) -> str | None:
-    if not any(leaders.values()):
-        return "no kernel is able and accurate enough"
-    if all(candidate.kernel == costs.site.baseline for candidate in option.kernels.values()):
-        return f"no kernel that is accurate enough makes it faster than {costs.site.baseline}, casts included"
-    if costs.baseline_us < limits.min_speedup * option.time_us:
-        speedup = costs.baseline_us / option.time_us
-        names = ", ".join(f"{role} {candidate.kernel}" for role, candidate in option.kernels.items())
-        return f"the fastest that is accurate enough ({names}) is {speedup:.3g}× high precision, under {limits.min_speedup:g}×"
-    return None
+def _why_stay(costs: SiteCosts, option: SiteOption, limits: Limits) -> str | None:
+    if costs.baseline_us >= limits.min_speedup * option.time_us:
+        return None
+    names = ", ".join(f"{role} {candidate.kernel}" for role, candidate in option.kernels.items())
+    speedup = costs.baseline_us / option.time_us
+    return f"the fastest that is accurate enough ({names}) is {speedup:.3g}× high precision, under {limits.min_speedup:g}×"
 
 
 def _refused_for(site: SiteSurvey, why: str, goal: Goal) -> tuple[Refusal, ...]:

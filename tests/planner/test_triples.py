@@ -126,7 +126,10 @@ def test_a_shared_cast_is_paid_once() -> None:
     assert both.time_us == 60 + 60 + 100 + 60 + 1 + 1
     alone = plan_of(site("s", (*baseline(ALL_ROLES), fprop), casts))
     assert not alone.is_low_precision
-    assert "no kernel that is accurate enough makes it faster than torch.fp32" in alone.reason
+    names = "fprop a.one, dgrad torch.fp32, wgrad torch.fp32"
+    assert alone.reason == f"the fastest that is accurate enough ({names}) is 0.935× high precision, under 1.05×"
+    # Speed may be left out of account: then what is accurate enough runs, the fastest of it.
+    assert plan_of(site("s", (*baseline(ALL_ROLES), fprop), casts), min_speedup=0.0).kernels[Role.FPROP].kernel == "a.one"
 
 
 def test_forms_timed_together_cost_what_they_cost_together() -> None:
@@ -196,7 +199,7 @@ def test_a_transform_is_the_whole_sites() -> None:
         ({"us": {}}, "its GEMM cannot be timed here"),
         ({"forms": ("unknown", "w")}, "its cast of x to unknown was not timed"),
         ({"us": {8: 1.0}}, "takes none of the rows that were seen"),
-        ({"us": {M: 99.0}}, "accurate enough, but with it the site takes at best 300 µs a step, 300 in high precision"),
+        ({"us": {M: 101.0}}, "accurate enough, but with it the site takes at best 302 µs a step, 300 in high precision"),
     ],
 )
 def test_refusals_say_why(changes: dict, reason: str) -> None:

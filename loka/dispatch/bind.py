@@ -1,0 +1,74 @@
+"""From a plan's words to modules: each planned site bound to its kernels, blocks linked into their chains."""
+
+from torch import nn
+
+from loka.core.errors import LokaError
+from loka.core.gemm import Role
+from loka.core.plan import Plan, SitePlan, vector_name
+from loka.dispatch.planned import PassThrough, PlannedLinear
+from loka.dispatch.swap import Swap
+from loka.kernels.contract import KERNELS
+from loka.kernels.device import device_of
+from loka.kernels.executor import SiteKernels
+from loka.nn.fused_block import FusedBlock, link_blocks
+
+
+def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
+    """Why a planned site cannot run here as planned: its module, or a kernel that is missing. None where it can."""
+    if type(module) is not nn.Linear:
+        return f"is a {type(module).__name__}, and only torch.nn.Linear is swapped"
+    if "forward" in vars(module):
+        return "has a forward of its own, put on the instance"
+    if any(table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict)):
+        return "has hooks, which its stand-in would lose: remove them, apply the plan, and put them on again"
+    if site.block is not None:
+        return None  # the block says it itself, once it is made
+    device = device_of(module.weight.device)
+    for role, kernel in _kernels(site, plan).items():
+        if kernel not in KERNELS:
+            return f"{role} is planned on {kernel}, which this LoKA does not have"
+        if reason := KERNELS.get(kernel).missing(device):
+            return f"{role} is planned on {kernel}, which cannot run on {device}: {reason}"
+    return None
+
+
+def bind_site(module: nn.Linear, site: SitePlan, plan: Plan) -> list[Swap] | str:
+    """A planned site that is no block, ready to be put in; or why it cannot be."""
+    kernels = SiteKernels(**_kernels(site, plan))
+    try:
+        vector = plan.vectors[name] if (name := vector_name(site)) else None
+        return [Swap(module, PlannedLinear.from_linear(module, kernels, site.transform, vector))]
+    except LokaError as error:
+        return str(error)
+
+
+def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap] | str:
+    """A planned block with what it absorbs, ready to be put in; or why it cannot be."""
+    assert site.block is not None
+    norm, activation = (model.get_submodule(name) if name else None for name in (site.block.norm, site.block.activation))
+    try:
+        block = FusedBlock.from_modules(module, norm, activation)
+    except LokaError as error:
+        return str(error)
+    if block.why_reference:
+        return f"{site.block.kernel} cannot run here: {block.why_reference}"
+    absorbed = [Swap(part, PassThrough(site.site)) for part in (norm, activation) if part is not None]
+    return [Swap(module, block), *absorbed]
+
+
+def link_chains(plan: Plan, blocks: dict[str, FusedBlock]) -> None:
+    """Let every chain of the plan hand on FP8."""
+    fed = {site.site: site.block.producer for site in plan.sites if site.block and site.block.producer}
+    behind = {producer: site for site, producer in fed.items()}
+    for first in blocks:
+        if first in fed or first not in behind:
+            continue
+        chain = [first]
+        while chain[-1] in behind:
+            chain.append(behind[chain[-1]])
+        link_blocks([blocks[name] for name in chain])
+
+
+def _kernels(site: SitePlan, plan: Plan) -> dict[Role, str]:
+    """All three roles: those that the plan leaves out, for serving runs fprop alone, are in high precision."""
+    return {role: site.kernels[role].kernel if role in site.kernels else plan.document.high_precision for role in Role}

@@ -1,0 +1,83 @@
+"""What sets a model and this machine apart from those a plan was made for, found before anything is touched."""
+
+from torch import nn
+
+from loka.core.environment import Environment, current_environment
+from loka.core.errors import InvalidInput
+from loka.core.fingerprint import fingerprint
+from loka.core.plan import Plan
+from loka.kernels.device import device_of
+
+REMEASURE = "measure again here with `loka measure run`, then `loka plan run`"
+
+
+def linear_sites(model: nn.Module) -> dict[str, nn.Linear]:
+    """The sites of a model, by the first of their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """A wrapper that has taken over parameters would not see the swap, or would see it half."""
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            package = kind.__module__
+            if package.startswith("torchrec.distributed"):
+                _refuse(name, f"a TorchRec-sharded {type(module).__name__}")
+            if package.startswith(("torch.distributed.fsdp", "torch.distributed._composable.fsdp")):
+                _refuse(name, f"sharded by FSDP ({kind.__name__})")
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ in ("DTensor", "ShardedTensor") or type(parameter.data).__name__ == "DTensor":
+            _refuse(name, "a sharded parameter")
+
+
+def _refuse(name: str, what: str) -> None:
+    raise InvalidInput(
+        f"{name or 'the model'} is {what}, and LoKA does not run sharded models yet: apply the plan to an unsharded model "
+        f"(DistributedDataParallel works), or run this one without a plan"
+    )
+
+
+def refuse_other_model(sites: dict[str, nn.Linear], plan: Plan) -> None:
+    """Another model's plan is never applied, not even in part."""
+    here = fingerprint((name, site.in_features, site.out_features, site.bias is not None) for name, site in sites.items())
+    if here == plan.document.fingerprint:
+        return
+    planned = {site.site: (site.k, site.n) for site in plan.sites}
+    shapes = {name: (site.in_features, site.out_features) for name, site in sites.items()}
+    different = [
+        *(f"{name} is not in this model" for name in planned if name not in shapes),
+        *(f"{name} is not in the plan" for name in shapes if name not in planned),
+        *(
+            f"{name} is {_shape(shapes[name])} here and {_shape(planned[name])} in the plan"
+            for name in planned
+            if name in shapes and shapes[name] != planned[name]
+        ),
+    ] or ["its sites have the same names and shapes, but not the same biases"]
+    more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+    raise InvalidInput(
+        f"this plan is of another model (fingerprint {plan.document.fingerprint}, this model's is {here}): "
+        f"{'; '.join(different[:3])}{more}. Probe this model and make its own plan"
+    )
+
+
+def environment_differences(model: nn.Module, plan: Plan) -> list[str]:
+    """Device and versions that are not those the plan was measured with, each named."""
+    then = plan.document.environment
+    now = current_environment(device_of(next(model.parameters()).device))
+    found = [] if then.device == now.device else [f"device: measured on {then.device}, this is {now.device}"]
+    if then.cuda != now.cuda:
+        found.append(f"CUDA: measured with {then.cuda}, this is {now.cuda}")
+    return found + _version_differences(then, now)
+
+
+def _version_differences(then: Environment, now: Environment) -> list[str]:
+    versions_then, versions_now = {"loka": then.loka, **then.libraries}, {"loka": now.loka, **now.libraries}
+    return [
+        f"{library}: measured with {version}, here is {versions_now.get(library, 'none')}"
+        for library, version in versions_then.items()
+        if versions_now.get(library) != version
+    ]
+
+
+def _shape(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}×{shape[1]}"

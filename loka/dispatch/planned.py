@@ -1,0 +1,47 @@
+"""The modules that a plan puts in place of the user's."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loka.core.errors import InvalidInput
+from loka.core.recipe import Transform
+from loka.dispatch.rows import RowLimits, row_limits
+from loka.kernels.device import device_of
+from loka.kernels.executor import SiteKernels
+from loka.nn.linear import LokaLinear
+from loka.numerics.formats import format_of
+
+
+class PlannedLinear(LokaLinear):
+    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, and counts those calls."""
+
+    rows: RowLimits
+    high_precision_calls: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.rows.take(input.numel() // self.in_features):
+            return super().forward(input)
+        self.high_precision_calls.add_(1)  # a tensor: a Python counter would recompile at every call
+        return F.linear(input, self.weight, self.bias)
+
+    def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
+        super()._bind(kernels, transform, vector)
+        device, out = device_of(self.weight.device), format_of(self.weight.dtype)
+        rows = row_limits(self.executor, self.in_features, self.out_features, out, device)
+        if isinstance(rows, str):
+            raise InvalidInput(rows)
+        self.rows = rows
+        calls = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+        self.register_buffer("high_precision_calls", calls, persistent=False)
+
+
+class PassThrough(nn.Identity):
+    """Stands where a norm or an activation was that the fused block ``absorbed_by`` runs now."""
+
+    def __init__(self, absorbed_by: str) -> None:
+        super().__init__()
+        self.absorbed_by = absorbed_by
+
+    def extra_repr(self) -> str:
+        return f"absorbed by {self.absorbed_by}"

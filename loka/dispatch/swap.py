@@ -1,0 +1,126 @@
+"""Putting modules in place of others, and back. What was applied to a model is remembered on it, and copied with it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from loka.core.errors import InvalidInput
+from loka.core.plan import Plan
+from loka.dispatch.planned import PlannedLinear
+from loka.nn.fused_block import FusedBlock
+
+_REMEMBERED = "_loka_applied"
+
+
+@dataclass
+class Swap:
+    """One module that stands in for another, which holds the same parameters."""
+
+    original: nn.Module
+    current: nn.Module
+
+
+@dataclass
+class AppliedPlan:
+    """What ``apply_plan`` did: the sites that run as planned, and those that do not, with the reason.
+
+    ``plan`` is the one that runs: what fell back or was given back since is in high precision in it.
+    """
+
+    plan: Plan
+    fell_back: dict[str, str] = field(default_factory=dict)
+    differences: tuple[str, ...] = ()  # from where the plan was measured, accepted by on_missing="high_precision"
+    swaps: dict[str, list[Swap]] = field(default_factory=dict, repr=False)  # by site
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites that run in low precision."""
+        return tuple(self.swaps)
+
+    def module(self, site: str) -> nn.Module:
+        """What runs ``site`` now."""
+        return self.swaps[site][0].current
+
+    def high_precision_calls(self) -> dict[str, int]:
+        """By site the calls whose rows its kernels could not take, so that they ran in high precision. Waits for the device."""
+        planned = {site: self.module(site) for site in self.sites}
+        return {
+            site: int(module.high_precision_calls)
+            for site, module in planned.items()
+            if isinstance(module, PlannedLinear) and int(module.high_precision_calls)
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.sites)} of {len(self.plan.sites)} sites run in low precision"]
+        lines += [f"  not measured here: {difference}" for difference in self.differences]
+        lines += [f"  fell back to high precision: {site}: {why}" for site, why in self.fell_back.items()]
+        return "\n".join(lines)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile's and DistributedDataParallel's."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # pyrefly: ignore[bad-assignment]
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def applied_to(model: nn.Module) -> AppliedPlan | None:
+    """What was applied to ``model``, or None."""
+    return unwrapped(model).__dict__.get(_REMEMBERED)
+
+
+def required_applied(model: nn.Module) -> AppliedPlan:
+    applied = applied_to(model)
+    if applied is None:
+        raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
+    return applied
+
+
+def remember(model: nn.Module, applied: AppliedPlan) -> None:
+    model.__dict__[_REMEMBERED] = applied
+    _keep_casts_out_of_ddp(model, applied)
+
+
+def forget(model: nn.Module) -> None:
+    model.__dict__.pop(_REMEMBERED, None)
+
+
+def put_in(model: nn.Module, swaps: Iterable[Swap]) -> None:
+    """Set each ``current`` in place of its ``original``, under all the names it has."""
+    _replace(model, {id(swap.original): swap.current for swap in swaps})
+
+
+def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
+    """Set each ``original`` back, with the parameters and the mode that its stand-in has now."""
+    swaps = list(swaps)
+    for swap in swaps:
+        if isinstance(swap.current, PlannedLinear | FusedBlock):
+            swap.original._parameters.update(swap.current._parameters)
+        swap.original.train(swap.current.training)
+    _replace(model, {id(swap.current): swap.original for swap in swaps})
+
+
+def _replace(model: nn.Module, now: Mapping[int, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in now:
+                parent._modules[name] = now[id(child)]
+
+
+def _keep_casts_out_of_ddp(model: nn.Module, applied: AppliedPlan) -> None:
+    """Casts follow from the weights, which every rank has: DistributedDataParallel need not send them, nor can it send FP8."""
+    ours = {id(applied.module(site)) for site in applied.sites}
+    names = [
+        f"{name}.{buffer}"
+        for name, module in model.named_modules()
+        if id(module) in ours
+        for buffer, _ in module.named_buffers(recurse=False)
+    ]
+    before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
