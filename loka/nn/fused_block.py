@@ -33,9 +33,7 @@ class FusedBlock(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         if isinstance(norm, BlockNorm) and norm.n_features != self.out_features:
-            raise InvalidInput(
-                f"the linear layer has {self.out_features} outputs, the norm behind it {norm.n_features} features"
-            )
+            raise InvalidInput(f"the linear gives {self.out_features} features, the norm behind it takes {norm.n_features}")
         self.weight, self.bias = weight, bias
         self.norm, self.activation = norm, activation
         self.spec = block_spec(self.in_features, norm, activation)

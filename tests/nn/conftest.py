@@ -1,8 +1,42 @@
+import os
+
 import pytest
 import torch
+from emulated_block import emulate
+
+# Triton reads it when it is first imported: our kernels run interpreted on a CPU, compiled on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
 @pytest.fixture
 def fresh_compiler() -> None:
     """For tests that compile a module each: torch counts compilations of one function against a limit."""
     torch.compiler.reset()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def fused_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where fused blocks run as such: on a Hopper GPU by their kernels, on a CPU by their emulation."""
+    if request.param == "cpu":
+        emulate(monkeypatch)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """For tests of what no device changes."""
+    emulate(monkeypatch)
+    return torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernels_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where fused blocks run by their kernels: a Hopper GPU, or Triton's interpreter, slow and so for few small tensors."""
+    pytest.importorskip("triton")
+    from loka.kernels.triton.fp8 import INTERPRETED
+
+    if (request.param == "cpu") != bool(INTERPRETED):
+        pytest.skip("Triton interprets in one process and compiles in another: this one does the other")
+    if request.param == "cpu":
+        monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
+    return torch.device(request.param)

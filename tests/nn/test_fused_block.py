@@ -1,0 +1,268 @@
+"""Fused blocks against float64 of the same mathematics: no more error than casting each GEMM's operands separately has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from emulated_block import emulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import loka
+from loka.core.recipe import Format, Scaling
+from loka.kernels.triton.block import Wanted
+from loka.kernels.triton.tiles import NormBlocks
+from loka.nn import fused_function
+from loka.nn.block_reference import block_reference
+from loka.nn.fused_block import FusedBlock, FusedChain
+from loka.numerics.metrics import relative_rms
+from loka.numerics.scaling import dequantize, quantize
+
+ACTIVATIONS = {"hard_swish": nn.Hardswish, "relu": nn.ReLU, "none": nn.Identity}
+# The gradient of a bias sums dz without rounding it, so the rounding of what the norm returned, which dz is made from, is
+# all of the difference there; behind a product it drowns in that of the operands.
+MOST = {"y": 1.2, "x": 1.2, "weight": 1.2, "bias": 1.4}
+ROUNDING = 2e-3  # of outputs in bf16, beside FP8's 0.03
+
+
+def make_block(k: int, n: int, *, bias: bool = True, activation: str = "hard_swish", block: int = 256) -> FusedBlock:
+    return FusedBlock.from_modules(nn.Linear(k, n, bias), loka.BlockNorm(n, block), ACTIVATIONS[activation]())
+
+
+def cast_apart(x: Tensor) -> Tensor:
+    """The oracle's e4m3 with a scale a row, as values."""
+    return dequantize(quantize(x.float(), Format.E4M3, Scaling.ROWWISE), torch.float64)
+
+
+class SeparateLinear(torch.autograd.Function):
+    """All three GEMMs of a linear layer at float64, each with its own operands cast: all the error is that of the casts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return cast_apart(x) @ cast_apart(w).t()
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return cast_apart(dz) @ cast_apart(w.t()).t(), cast_apart(dz.t()) @ cast_apart(x.t()).t()
+
+
+def separate_block(x: Tensor, w: Tensor, b: Tensor | None, norm: nn.Module, activation: nn.Module) -> Tensor:
+    z = SeparateLinear.apply(x, w)
+    return activation(norm(z if b is None else z + b))
+
+
+def run_by_hand(how: Callable[..., Tensor], chain: FusedChain, x: Tensor, dys: list[Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients of the chain's mathematics at float64, each block computed by ``how``."""
+    x = x.detach().double().requires_grad_()
+    parameters = {name: p.detach().double().requires_grad_() for name, p in chain.named_parameters()}
+    y = x if chain.entry is None else chain.entry(x)
+    ys = []
+    for index, block in enumerate(chain.blocks):
+        weight, bias = parameters[f"blocks.{index}.weight"], parameters.get(f"blocks.{index}.bias")
+        y = how(y, weight, bias, block.norm, block.activation)
+        ys.append(y)
+    ys = [ys[index] for index in chain.outputs]
+    grads = torch.autograd.grad(ys, [x, *parameters.values()], [dy.double() for dy in dys])
+    return {**_named_outputs(ys), **dict(zip(["x", *parameters], grads, strict=True))}
+
+
+def run_fused(chain: FusedChain, x: Tensor, dys: list[Tensor]) -> dict[str, Tensor]:
+    assert chain.why_reference is None
+    x = x.detach().requires_grad_()
+    out = chain(x)
+    ys = list(out) if isinstance(out, tuple) else [out]
+    parameters = dict(chain.named_parameters())
+    grads = torch.autograd.grad(ys, [x, *parameters.values()], dys)
+    return {**_named_outputs(ys), **dict(zip(["x", *parameters], grads, strict=True))}
+
+
+def _named_outputs(ys: list[Tensor]) -> dict[str, Tensor]:
+    return {f"outputs.{index}.y": y.detach() for index, y in enumerate(ys)}
+
+
+def check(chain: FusedChain, m: int, device: torch.device, dtype: torch.dtype = torch.float32, slack: float = 0.0) -> None:
+    """Every output and gradient: error at most MOST times that of casting separately, and ``slack`` where samples are few."""
+    chain = chain.to(device, dtype)
+    k = chain.blocks[0].in_features
+    x = torch.randn(m, k, device=device).to(dtype)
+    dys = [1e-3 * torch.randn(m, chain.blocks[index].out_features, device=device).to(dtype) for index in chain.outputs]
+    exact = run_by_hand(block_reference, chain, x, dys)
+    separate = run_by_hand(separate_block, chain, x, dys)
+    fused = run_fused(chain, x, dys)
+    assert {name: value.dtype for name, value in fused.items()} == dict.fromkeys(exact, dtype)
+    for name, value in fused.items():
+        error, apart = (float(relative_rms(got, exact[name])) for got in (value, separate[name]))
+        most = MOST[name.rpartition(".")[2]] * apart + slack + (ROUNDING if dtype is torch.bfloat16 else 0.0)
+        assert error <= most, f"{name}: error {error:.4f}, and {apart:.4f} if cast separately"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("m", "k", "n"), [(150, 100, 257), (128, 64, 512)])
+def test_error_is_that_of_casting_separately(fused_on: torch.device, m: int, k: int, n: int, activation: str) -> None:
+    torch.manual_seed(m)
+    check(FusedChain([make_block(k, n, activation=activation)]), m, fused_on)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "k", "n"), [(2048, 256, 768), (6144, 1024, 1024), (2048, 4096, 1000)])
+def test_error_at_the_sizes_of_models(m: int, k: int, n: int) -> None:
+    torch.manual_seed(0)
+    check(FusedChain([make_block(k, n)]), m, torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("entry", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chains_hand_on_fp8(fused_on: torch.device, entry: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    blocks = [make_block(90, 300), make_block(300, 64, bias=False, activation="none"), make_block(64, 96)]
+    chain = FusedChain(blocks, entry=loka.BlockNorm(90) if entry else None, outputs=(0, 2))
+    check(chain, 100, fused_on, dtype)
+
+
+@settings(max_examples=40)
+@given(
+    m=st.integers(1, 140),
+    k=st.integers(16, 150),
+    n=st.integers(16, 300),
+    block=st.sampled_from([16, 100, 256]),
+    activation=st.sampled_from(["hard_swish", "none"]),
+    bias=st.booleans(),
+    entry=st.booleans(),
+)
+def test_any_shape(
+    emulated: torch.device, m: int, k: int, n: int, block: int, activation: str, bias: bool, entry: bool
+) -> None:
+    """Relu is left out: where its mask flips, a handful of rows differs by more than any number of them on average."""
+    torch.manual_seed(m + k + n)
+    norm = loka.BlockNorm(k, block) if entry else None
+    check(FusedChain([make_block(k, n, bias=bias, activation=activation, block=block)], entry=norm), m, emulated, slack=0.06)
+
+
+def test_kernels_compute_what_their_emulation_does(kernels_on: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one small shape with tails everywhere; the kernels' own tests range over shapes."""
+    torch.manual_seed(0)
+    blocks = [make_block(20, 40, activation="relu", block=32), make_block(40, 17)]
+    chain = FusedChain(blocks, entry=loka.BlockNorm(20), outputs=(0, 1)).to(kernels_on)
+    x, *dys = (torch.randn(21, size, device=kernels_on) for size in (20, 40, 17))
+    by_kernels = run_fused(chain, x, dys)
+    emulate(monkeypatch)
+    loka.refresh(chain)
+    for name, value in run_fused(chain, x, dys).items():
+        # A sum that falls on the other side of a tie is rounded to the neighbouring code.
+        assert relative_rms(by_kernels[name], value) < 0.005, name
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 1, 33), (2, 17, 1)])
+def test_tiny_shapes_give_what_the_norm_makes_of_them(fused_on: torch.device, m: int, k: int, n: int) -> None:
+    torch.manual_seed(0)
+    block = make_block(k, n, activation="none").to(fused_on)
+    x = torch.randn(m, k, device=fused_on, requires_grad=True)
+    y = block(x)
+    torch.testing.assert_close(y, block.reference(x), rtol=0.15, atol=0.05)
+    y.sum().backward()
+    for tensor in (x, *block.parameters()):
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+
+
+def test_gradients_of_the_reference_are_its_derivatives() -> None:
+    """At float64 and away from the kinks, where differences of finite steps mean nothing."""
+    torch.manual_seed(0)
+    norm = loka.BlockNorm(20, block=8)
+    w, b = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+    for activation, kinks in ((nn.Hardswish(), (-3.0, 3.0)), (nn.ReLU(), (0.0,)), (None, ())):
+        x = torch.randn(5, 6, dtype=torch.float64)
+        u = norm(x @ w.t() + b)
+        assert all((u - kink).abs().min() > 1e-4 for kink in kinks)
+        inputs = tuple(tensor.clone().requires_grad_() for tensor in (x, w, b))
+        assert torch.autograd.gradcheck(lambda x, w, b, a=activation: block_reference(x, w, b, norm, a), inputs, eps=1e-7)
+
+
+def _changed(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Break a function by changing some of its arguments, by name or position, or its ``result``."""
+
+    def breaking(function: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            arguments = [changes.get(f"arg{index}", lambda arg: arg)(arg) for index, arg in enumerate(args)]
+            return changes.get("result", lambda result: result)(function(*arguments, **kwargs))
+
+        return broken
+
+    return breaking
+
+
+BREAKS = {
+    "norm": ("block_forward", _changed(arg9=lambda eps: eps + 0.5)),
+    "norm's gradient": ("block_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
+    "entry's norm": ("norm_forward", _changed(arg1=lambda blocks: NormBlocks(blocks.features, 32))),
+    "entry's gradient": ("_norm_backward", _changed(result=lambda dx: dx * 1.2)),
+    "activation": ("block_forward", _changed(arg10=lambda activation: "relu")),
+    "activation's gradient": ("block_backward", _changed(arg4=lambda activation: "none")),
+    "scale of the input": ("block_forward", _changed(arg2=lambda factor: factor * 1.5)),
+    "scale of the weight": ("block_forward", _changed(arg4=lambda scale_N: scale_N.mean().expand_as(scale_N).contiguous())),
+    "scale in wgrad": ("_input_factor", _changed(result=lambda factor: factor * 1.2)),
+    "transposed weight": ("spread_blocks", lambda spread: lambda weight, blocks: weight.roll(1, 0)),
+    "transposed input": ("_handed_on", _changed(result=lambda x: x._replace(codes_KM=x.codes_KM.roll(1, 0)))),
+    "rows of the batch": ("_handed_on", _changed(result=lambda x: x._replace(codes_MK=x.codes_MK.roll(1, 0)))),
+}
+
+
+@pytest.mark.parametrize("stage", BREAKS)
+def test_each_stage_is_missed(fused_on: torch.device, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above must fail when any one stage is wrong."""
+    name, breaking = BREAKS[stage]
+    torch.manual_seed(2)
+    with torch.no_grad():
+        blocks = [make_block(64, 300), make_block(300, 64)]
+        for block in blocks:
+            block.weight *= torch.randn(block.out_features, 1).exp()  # rows of unlike scale
+            block.bias.normal_(std=1.0)
+    chain = FusedChain(blocks, entry=loka.BlockNorm(64)).to(fused_on)
+    check(chain, 64, fused_on)
+    monkeypatch.setattr(fused_function, name, breaking(getattr(fused_function, name)))
+    loka.refresh(chain)
+    with pytest.raises(AssertionError, match="if cast separately"):
+        check(chain, 64, fused_on)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_saves_less_than_half_of_what_the_block_in_bf16_does(fused_on: torch.device, dtype: torch.dtype) -> None:
+    def saved_bytes(module: nn.Module, x: Tensor) -> int:
+        own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.data_ptr() not in own:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(x.requires_grad_())
+        return sum(storages.values())
+
+    m, k, n = 256, 128, 512
+    bf16 = nn.Sequential(nn.Linear(k, n, bias=False), nn.LayerNorm(n), nn.SiLU()).to(fused_on, torch.bfloat16)
+    fused = make_block(k, n, bias=False).to(fused_on, dtype)
+    high = saved_bytes(bf16, torch.randn(m, k, device=fused_on, dtype=torch.bfloat16))
+    low = saved_bytes(fused, torch.randn(m, k, device=fused_on, dtype=dtype))
+    assert low <= m * (k + n) + 4 * (k + 2 * m)  # codes of x and of the normed output; scales, and rstd of two blocks
+    assert low <= high / 2
+
+
+def test_serving_writes_nothing_for_backward(fused_on: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Wanted] = []
+    original = fused_function.block_forward
+
+    def spy(*args: Any) -> Any:
+        asked.append(args[-1])
+        return original(*args)
+
+    monkeypatch.setattr(fused_function, "block_forward", spy)
+    chain = FusedChain([make_block(32, 48), make_block(48, 32)]).to(fused_on)
+    with torch.no_grad():
+        chain(torch.randn(4, 32, device=fused_on))
+    assert asked == [Wanted(codes=True), Wanted(high=torch.float32)]
