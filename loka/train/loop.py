@@ -1,8 +1,8 @@
 """``train``: open the data, build the model, and go through the batches; ``evaluate``: score a model on held-out ones."""
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -57,7 +57,7 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
             folder.begin(trainer)
         with progress:
             progress.start(trainer.steps_done, steps)
-            _run_steps(trainer, data, steps, folder, progress)
+            run_steps(trainer, data, steps, folder, progress)
         test = evaluate(model, data.test(config.batch_size), config.precision)
     result = TrainResult(model, trainer.steps_done, trainer.lifetime.metrics(), test, data.bad_rows)
     if folder:
@@ -73,11 +73,20 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
     return result
 
 
-def _run_steps(trainer: Trainer, data: Dataset, steps: int, folder: RunFolder | None, progress: Progress) -> None:
+def run_steps(
+    trainer: Trainer,
+    data: Dataset,
+    steps: int,
+    folder: RunFolder | None,
+    progress: Progress,
+    around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Train from where ``trainer`` stands up to ``steps``, each step inside ``around_step()``, with metrics and checkpoints."""
     config = trainer.config
     clock = _Clock()
     for batch in islice(data.train(config.batch_size, start=trainer.steps_done), max(0, steps - trainer.steps_done)):
-        trainer.step(batch)
+        with around_step():
+            trainer.step(batch)
         progress.step()
         is_last = trainer.steps_done == steps
         if is_last or trainer.steps_done % config.log_every == 0:
