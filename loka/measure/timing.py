@@ -5,6 +5,7 @@ over enough copies to leave the cache, what it reads warm (activations just writ
 one replay of a CUDA graph, so that launching from the host is not what is timed.
 """
 
+import math
 import statistics
 import time
 import warnings
@@ -27,14 +28,23 @@ class Timing:
 
 
 def time_together(
-    candidates: Mapping[str, Candidate], device: torch.device, *, turns: int = 8, rounds: int = 11
+    candidates: Mapping[str, Candidate],
+    device: torch.device,
+    *,
+    turns: int = 8,
+    rounds: int = 11,
+    budget_s: float = math.inf,
 ) -> dict[str, Timing]:
-    """Time each candidate over ``rounds`` rounds of ``turns`` calls, the candidates taking every round in turn."""
+    """Time each candidate over ``rounds`` rounds of ``turns`` calls, the candidates taking every round in turn.
+
+    One that has taken ``budget_s`` drops out of the rounds that are left.
+    """
     timers = {name: _timer(candidate, device, turns) for name, candidate in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
-            samples[name].append(timer() / turns)
+            if sum(samples[name]) * turns < 1e6 * budget_s:
+                samples[name].append(timer() / turns)
     return {name: _summarize(values) for name, values in samples.items()}
 
 

@@ -1,0 +1,82 @@
+"""``loka measure``: from a run's Record its Survey."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from loka.cli.tables import console, plain_table
+from loka.core.gemm import Role
+
+if TYPE_CHECKING:
+    from loka.core.survey import Candidate, SiteSurvey, Survey
+
+METRIC, SAFE = "mere_floored", 0.2  # the default limit of a plan
+
+
+def measure(
+    run: Path,
+    *,
+    kernels: Annotated[
+        list[str] | None, Parameter(help="Names; all that make sense on the device if not given.", consume_multiple=True)
+    ] = None,
+    device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
+) -> None:
+    """Measure error and time of every kernel at every site that the record in RUN knows; writes RUN/survey.json.
+
+    Interrupted, the same command goes on where it stopped.
+
+    Example: loka probe wukong-small@synthetic -o run && loka measure run
+    """
+    from loka.core.progress import for_this_output
+    from loka.core.record import Record
+    from loka.measure.survey import measure as measure_record
+
+    record = Record.load(run)
+    try:
+        survey = measure_record(record, kernels=kernels, device=device, out=run, progress=for_this_output())
+    except KeyboardInterrupt:
+        print(f"\nstopped: `loka measure {run}` goes on where it stopped", file=sys.stderr)
+        sys.exit(130)
+    _print(survey)
+    console().print(f"{run}/survey.json   Next: loka plan {run}")
+
+
+def _print(survey: "Survey") -> None:
+    out = console()
+    out.print(_table(survey))
+    for site in survey.sites:
+        for candidate in site.candidates:
+            if candidate.why_not and candidate.why_not.startswith(("failed", "returned", "hung", "ended")):
+                out.print(f"left out: {candidate.kernel} at {site.site} {candidate.role}: {candidate.why_not}", highlight=False)
+
+
+def _table(survey: "Survey") -> Table:
+    """A site a line, a role a column: of the timed kernels within the usual error the one with the fastest GEMM."""
+    environment = survey.document.environment
+    header = ["site", "rows×in×out", *Role]
+    table = plain_table(f"{environment.device}: fastest GEMM within {METRIC} {SAFE}, × baseline, error", header)
+    for site in survey.sites:
+        rows = max(site.calls, key=lambda m: site.calls[m]) if site.calls else 0
+        table.add_row(site.site, f"{rows}×{site.k}×{site.n}", *(_cell(site, role, rows) for role in Role))
+    return table
+
+
+def _cell(site: "SiteSurvey", role: Role, rows: int) -> str:
+    """The kernel, its GEMM's speed-up over the baseline's, and its error; without times, the most accurate recipe."""
+    able = [c for c in site.candidates if c.role is role and c.error and c.kernel != site.baseline]
+    if not able:
+        return "–"
+    baseline_us = next((c.gemm_us.get(rows) for c in site.candidates if c.role is role and c.kernel == site.baseline), None)
+    timed = [c for c in able if rows in c.gemm_us and c.error[METRIC].high <= SAFE]
+    if baseline_us and timed:
+        best = min(timed, key=lambda candidate: candidate.gemm_us[rows])
+        return f"{_name(best)} {baseline_us / best.gemm_us[rows]:.2f}× {best.error[METRIC].mean:.3f}"
+    best = min(able, key=lambda candidate: candidate.error[METRIC].mean)
+    return f"{_name(best)} {best.error[METRIC].mean:.3f}"
+
+
+def _name(candidate: "Candidate") -> str:
+    return candidate.kernel if candidate.transform == "none" else f"{candidate.kernel} {candidate.transform}"

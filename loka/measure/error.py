@@ -1,0 +1,155 @@
+"""The error of every option at a site, from samples of what the Probe learned, until it is known well enough.
+
+Each option is held to the oracle of its recipe on the first sample: one that is far worse than its formats and scales
+explain is faulty, whatever its own error says.
+"""
+
+import math
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from loka.core.errors import LokaError
+from loka.core.estimate import Estimate
+from loka.core.recipe import Format, Transform
+from loka.core.record import SiteRecord
+from loka.kernels.transforms import checked_vector
+from loka.measure.oracle import Oracle
+from loka.measure.parts import Option, SiteParts, SiteTensors, told
+from loka.numerics.formats import torch_dtype
+from loka.numerics.metrics import ErrorSamples
+
+GATE = "mere_floored"
+WATCHED = (GATE, "relative_rms")  # what must be known well, and be finite
+TIGHT = 0.05  # the interval's half-width, relative to the mean,
+HARMLESS = 0.01  # unless all of it lies below this
+FEWEST_SAMPLES, MOST_SAMPLES = 3, 50
+MOST_ROWS = 2048
+CPU_PRODUCTS = 4e9  # multiplications of one sample: a core does about 1e10 a second
+SITE_BUDGET_S = 3.0  # past it a site's interval stays as wide as it is
+
+# How much worse than its recipe's oracle an option may be: sums in fewer bits, casts that break ties another way.
+ALLOWED_FACTOR, ALLOWED_MORE = 2.0, 0.02
+
+
+class BrokenDevice(LokaError, RuntimeError):
+    """A kernel left the GPU in a state in which nothing else runs; ``kernel`` is its name."""
+
+    def __init__(self, kernel: str, message: str) -> None:
+        super().__init__(message)
+        self.kernel = kernel
+
+
+@dataclass
+class OptionError:
+    """What was learned of one option; where ``why_not`` speaks, nothing else counts."""
+
+    samples: ErrorSamples = field(default_factory=ErrorSamples)
+    why_not: str | None = None
+    flushed: float = 0.0
+    saturated: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        if self.why_not is not None:
+            return True
+        return len(self.samples) >= FEWEST_SAMPLES and all(
+            self.samples.tight(metric, TIGHT) or self.samples.estimate(metric).high < HARMLESS for metric in WATCHED
+        )
+
+    def estimates(self) -> dict[str, Estimate]:
+        """By metric, those that are numbers: a relative error where the reference is 0 is none."""
+        if self.why_not is not None or not len(self.samples):
+            return {}
+        return {metric: estimate for metric, estimate in self.samples.summary().items() if math.isfinite(estimate.high)}
+
+    @property
+    def gate(self) -> float:
+        """The mean by which options are compared; inf where there is none."""
+        return self.samples.estimate(GATE).mean if self.why_not is None and len(self.samples) else math.inf
+
+
+def measure_errors(
+    site: SiteRecord, options: Iterable[Option], dtype: Format, device: torch.device
+) -> dict[Option, OptionError]:
+    """The errors of ``options``, each tried in safety: one that raises or returns nonsense says so in its ``why_not``."""
+    errors = {option: OptionError() for option in options}
+    start = time.perf_counter()
+    for index, tensors in enumerate(draw_tensors(site, len(errors), dtype, device)):
+        unknown = [option for option, error in errors.items() if not error.is_known]
+        spent = time.perf_counter() - start
+        if not unknown or index == MOST_SAMPLES or (index >= FEWEST_SAMPLES and spent > SITE_BUDGET_S):
+            break
+        parts = SiteParts(tensors)
+        oracle = Oracle(parts)
+        for option in unknown:
+            _add_sample(errors[option], option, parts, oracle if index == 0 else None)
+    return errors
+
+
+def draw_tensors(site: SiteRecord, n_options: int, dtype: Format, device: torch.device) -> Iterator[SiteTensors]:
+    """Endless samples of the site's tensors in the model's dtype, the same in every run."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(site.name.encode()))
+    rows = sample_rows(site, n_options, device)
+    features = {transform: vector_of(site, transform).to(device) for transform in Transform if transform is not Transform.NONE}
+    weight = site.weight_NK.detach().to(device)
+    while True:
+        x, dy = site.sample(rows, generator)
+        x, dy = (None if tensor is None else tensor.to(device, torch_dtype(dtype)) for tensor in (x, dy))
+        assert x is not None
+        yield SiteTensors(x, dy, [weight], features=features)
+
+
+def vector_of(site: SiteRecord, transform: Transform) -> Tensor:
+    """The vector of a transform, as the Record knows it and the executor takes it."""
+    return checked_vector(transform, site.mean_K if transform is Transform.CENTER else site.rescale_K, site.k)
+
+
+def usual_rows(site: SiteRecord) -> int:
+    """The M that the site is called with most often."""
+    return max(site.calls, key=lambda m: (site.calls[m], m))
+
+
+def sample_rows(site: SiteRecord, n_options: int, device: torch.device) -> int:
+    """As many rows as the site is called with, where affordable. With fewer, wgrad averages less: its error is no smaller."""
+    rows = min(usual_rows(site), MOST_ROWS)
+    if device.type == "cuda":
+        return rows
+    products_a_row = (site.k + site.n) ** 2 + n_options * site.k * site.n  # to draw a row of x and dy, and to multiply it
+    return min(rows, max(64, int(CPU_PRODUCTS / products_a_row)))
+
+
+def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Oracle | None) -> None:
+    try:
+        report = parts.error(option)
+    except Exception as failure:  # any library's any error: the reason is the result
+        error.why_not = told(failure)
+        _require_device(option.kernel, parts.tensors.x.device, error.why_not)
+        return
+    if not all(math.isfinite(getattr(report, metric)) for metric in WATCHED):
+        error.why_not = "returned NaN or inf"
+        return
+    if oracle is not None:
+        is_oracle = option.kernel.startswith("reference.")
+        expected = report.relative_rms if is_oracle else oracle.relative_rms(option)
+        if report.relative_rms > ALLOWED_FACTOR * expected + ALLOWED_MORE:
+            error.why_not = (
+                f"returned nonsense: relative RMS error {report.relative_rms:.3g}, where {option.recipe} gives {expected:.3g}"
+            )
+            return
+        error.flushed, error.saturated = oracle.lost(option)
+    error.samples.add(report)
+
+
+def _require_device(kernel: str, device: torch.device, reason: str) -> None:
+    """After some failures of a kernel every later call on the GPU fails, until the process ends."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except Exception as failure:
+        raise BrokenDevice(kernel, f"{kernel} broke the GPU for this process ({reason})") from failure

@@ -1,0 +1,235 @@
+"""One site's lines of the Survey: which options are able, their errors, and the times of their parts."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+
+from loka.core.gemm import Role, TensorName
+from loka.core.recipe import Format, Transform
+from loka.core.record import Finding, SiteRecord
+from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
+from loka.kernels.operand import Form
+from loka.measure.block import BlockBench
+from loka.measure.error import OptionError, measure_errors, vector_of
+from loka.measure.parts import Option
+from loka.measure.speed import Speeds, TimedShape
+from loka.numerics.formats import torch_dtype
+
+MOST_ROW_COUNTS = 6  # of a site, the most frequent: the planner takes the nearest above for the others
+UNHEALTHY = 0.1  # mere_floored of a healthy e4m3 site is 0.08: past this a transform may help
+WORTH_TIMING = 0.5  # past it no limit on the error lets an option in
+SHARERS = {
+    TensorName.X: (Role.FPROP, Role.WGRAD),
+    TensorName.DY: (Role.DGRAD, Role.WGRAD),
+    TensorName.W: (Role.FPROP, Role.DGRAD),
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the measurement of every site shares."""
+
+    kernels: tuple[str, ...]  # the baseline first
+    dtype: Format
+    device: torch.device
+    speeds: Speeds
+    blocks: BlockBench
+    findings: tuple[Finding, ...] = ()
+    failed: Mapping[tuple[Option, int, int], str] = field(default_factory=dict)  # in trial: by option, K and N
+
+    @property
+    def baseline(self) -> str:
+        return self.kernels[0]
+
+
+def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
+    """Everything the Survey says of one site."""
+    if not site.was_called or not site.calls:
+        return _site_survey(site, bench, (), (), notes=("never called while the Probe looked",))
+    shapes = {m: TimedShape.of(site, m, bench.dtype) for m in row_counts(site)}
+    errors: dict[Option, OptionError] = {}
+    able = []
+    for option in plain_options(site, bench.kernels):
+        reason = bench.failed.get((option, site.k, site.n)) or _refusal(option, shapes, bench.speeds)
+        if reason:
+            errors[option] = OptionError(why_not=reason)
+        else:
+            able.append(option)
+    errors |= measure_errors(site, able, bench.dtype, bench.device)
+    transformed = [
+        Option(option.kernel, option.role, transform)
+        for transform in suggested_transforms(site, errors, bench.findings)
+        for option in able
+        if option.is_8bit and errors[option].why_not is None and _is_touched(option.role, transform)
+    ]
+    errors |= measure_errors(site, transformed, bench.dtype, bench.device)
+    timed = [option for option, error in errors.items() if is_worth_timing(option, error, bench.baseline)]
+    times = _product_times(timed, shapes, bench.speeds)
+    candidates = tuple(_candidate(option, error, times.get(option, {})) for option, error in errors.items())
+    casts = _cast_times([option for option in timed if _us(times[option])], errors, shapes, bench.speeds)
+    return _site_survey(site, bench, candidates, casts)
+
+
+def row_counts(site: SiteRecord) -> list[int]:
+    """The M to time at: the most frequent, and the largest, above which there is nothing to stand in."""
+    frequent = sorted(site.calls, key=lambda m: -site.calls[m])[:MOST_ROW_COUNTS]
+    return sorted({*frequent, max(site.calls)})
+
+
+def roles_of(site: SiteRecord) -> tuple[Role, ...]:
+    return tuple(Role) if site.trains else (Role.FPROP,)
+
+
+def plain_options(site: SiteRecord, kernels: Iterable[str]) -> list[Option]:
+    return [Option(kernel, role) for kernel in kernels for role in roles_of(site)]
+
+
+def suggested_transforms(
+    site: SiteRecord, errors: Mapping[Option, OptionError], findings: Iterable[Finding]
+) -> list[Transform]:
+    """Those that a finding names, or all where no 8-bit option is healthy; not one that would change nothing."""
+    named = {finding.remedy for finding in findings if finding.site == site.name}
+    best = {
+        role: min((error.gate for option, error in errors.items() if option.role is role and option.is_8bit), default=math.inf)
+        for role in roles_of(site)
+        if role is not Role.DGRAD
+    }
+    is_unhealthy = any(UNHEALTHY < gate < math.inf for gate in best.values())
+    wanted = [t for t in (Transform.CENTER, Transform.RESCALE) if is_unhealthy or t.value in named]
+    return [transform for transform in wanted if _changes_something(site, transform)]
+
+
+def is_worth_timing(option: Option, error: OptionError, baseline: str) -> bool:
+    """The oracle has no time of its own, and what no plan can choose needs none."""
+    if error.why_not is not None or option.kernel.startswith("reference."):
+        return False
+    return option.kernel == baseline or error.gate < WORTH_TIMING
+
+
+def _changes_something(site: SiteRecord, transform: Transform) -> bool:
+    vector_K = vector_of(site, transform)
+    return bool(vector_K.any() if transform is Transform.CENTER else (vector_K != vector_K[0]).any())
+
+
+def _is_touched(role: Role, transform: Transform) -> bool:
+    """Centering x leaves dgrad, which reads none, as it is."""
+    return transform is Transform.RESCALE or role is not Role.DGRAD
+
+
+def _refusal(option: Option, shapes: Mapping[int, TimedShape], speeds: Speeds) -> str | None:
+    """Why the option takes none of the shapes, or None."""
+    reasons = [speeds.refusal(option, shape) for shape in shapes.values()]
+    return None if None in reasons else reasons[-1]
+
+
+def _product_times(
+    options: Sequence[Option], shapes: Mapping[int, TimedShape], speeds: Speeds
+) -> dict[Option, dict[int, float | str]]:
+    """By option and M; an M that the kernel refuses is left out."""
+    times: dict[Option, dict[int, float | str]] = {option: {} for option in options}
+    for m, shape in shapes.items():
+        able = [option for option in options if speeds.refusal(option, shape) is None]
+        for option, time in speeds.products_us(able, shape).items():
+            times[option][m] = time
+    return times
+
+
+def _us(times: Mapping[int, float | str]) -> Times:
+    return {m: time for m, time in times.items() if not isinstance(time, str)}
+
+
+def _candidate(option: Option, error: OptionError, times: Mapping[int, float | str]) -> Candidate:
+    failure = next((time for time in times.values() if isinstance(time, str)), None)
+    why_not = error.why_not or (failure if not _us(times) else None)
+    estimates = error.estimates()
+    if why_not is None and not estimates:
+        why_not = "its error is not a number"
+    return Candidate(
+        kernel=option.kernel,
+        role=option.role,
+        recipe=str(option.recipe),
+        transform=option.transform,
+        why_not=why_not,
+        error=estimates if why_not is None else {},
+        flushed=error.flushed,
+        saturated=error.saturated,
+        forms=tuple(form.key for form in option.forms),
+        gemm_us=_us(times) if why_not is None else {},
+    )
+
+
+def _cast_times(
+    options: Sequence[Option], errors: Mapping[Option, OptionError], shapes: Mapping[int, TimedShape], speeds: Speeds
+) -> tuple[CastTime, ...]:
+    """The casts that a choice of these options can ask for: each form, and those of two roles that share a tensor."""
+    casts = []
+    for name in TensorName:
+        by_set: dict[tuple[Form, ...], Times] = {}
+        for m, shape in shapes.items():
+            sets = _cast_sets(name, options, errors, shape, speeds)
+            for forms, time in speeds.casts_us(name, sets, shape).items():
+                if not isinstance(time, str):
+                    by_set.setdefault(forms, {})[m] = time
+        casts += [CastTime(name, tuple(sorted(form.key for form in forms)), times) for forms, times in by_set.items()]
+    return tuple(casts)
+
+
+def _cast_sets(
+    name: TensorName, options: Sequence[Option], errors: Mapping[Option, OptionError], shape: TimedShape, speeds: Speeds
+) -> list[tuple[Form, ...]]:
+    stored = shape.weight_dtype if name is TensorName.W else shape.dtype
+    by_role: dict[Role, dict[Form, None]] = {role: {} for role in SHARERS[name]}
+    for option in options:
+        form = option.form_of(name)
+        if form is None or _is_free(form, stored) or (speeds.is_compiled(name, form, shape) and _is_matched(option, errors)):
+            continue
+        by_role[option.role][form] = None
+    first, second = (list(forms) for forms in by_role.values())
+    # Casts that torch compiles are timed one by one: a compilation for every pair would take minutes.
+    paired = [
+        [form for form in forms if form.spec.format.is_8bit and not speeds.is_compiled(name, form, shape)]
+        for forms in (first, second)
+    ]
+    pairs = [(a, b) for a, b in product(*paired) if a.transform is b.transform]
+    return [*((form,) for form in dict.fromkeys((*first, *second))), *pairs]
+
+
+def _is_free(form: Form, stored: Format) -> bool:
+    """A tensor in high precision read as it is stored: at most a view."""
+    same_dtype = torch_dtype(form.spec.format) is torch_dtype(stored)
+    return same_dtype and form.transform is Transform.NONE and not form.spec.format.is_8bit
+
+
+def _is_matched(option: Option, errors: Mapping[Option, OptionError]) -> bool:
+    """Whether another kernel, whose casts need no compiling, is as accurate: then this one's are not worth the wait."""
+    return any(
+        error.gate <= errors[option].gate
+        for other, error in errors.items()
+        if (other.role, other.transform) == (option.role, option.transform) and other.is_8bit and other.forms != option.forms
+    )
+
+
+def _site_survey(
+    site: SiteRecord,
+    bench: Bench,
+    candidates: tuple[Candidate, ...],
+    casts: tuple[CastTime, ...],
+    notes: tuple[str, ...] = (),
+) -> SiteSurvey:
+    return SiteSurvey(
+        site=site.name,
+        k=site.k,
+        n=site.n,
+        has_bias=site.has_bias,
+        is_head=site.is_head,
+        calls=site.calls,
+        baseline=bench.baseline,
+        candidates=candidates,
+        casts=casts,
+        blocks=bench.blocks.survey(site, row_counts(site)) if candidates else (),
+        producer=site.producer,
+        notes=(*site.notes, *notes),
+    )

@@ -1,0 +1,100 @@
+"""The times of the executor's parts at every M seen. Equal problems are timed once, whichever sites have them.
+
+What is timed together is interleaved: the baseline and all other products of a role, all casts of a tensor. Products read
+operands that were cast before, weights rotated past the cache; casts read activations warm, as a model has just written them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TypeVar
+
+import torch
+
+from loka.core.gemm import GemmProblem, Role, SiteShape, TensorName
+from loka.core.recipe import Format
+from loka.core.record import SiteRecord
+from loka.kernels.contract import KERNELS, why_not
+from loka.kernels.device import device_of
+from loka.kernels.operand import Form
+from loka.measure.parts import Option, SiteParts, SiteTensors, compiles, told
+from loka.measure.timing import Candidate, time_together
+from loka.numerics.formats import format_of, torch_dtype
+
+ROUNDS = {"cuda": 11, "cpu": 9}
+BUDGET_S = 0.5  # of one part: a slow product on a CPU is timed a few times only
+Key = TypeVar("Key")
+Forms = tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class TimedShape:
+    """All that decides how long a site's parts take, but the kernels."""
+
+    shape: SiteShape
+    dtype: Format
+    weight_dtype: Format
+    has_bias: bool
+
+    @classmethod
+    def of(cls, site: SiteRecord, m: int, dtype: Format) -> "TimedShape":
+        return cls(SiteShape(m, site.k, site.n), dtype, format_of(site.weight_NK.dtype), site.has_bias)
+
+
+class Speeds:
+    """Times by problem, on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._products: dict[tuple[TimedShape, Option], float | str] = {}
+        self._casts: dict[tuple[TimedShape, TensorName, Forms], float | str] = {}
+        self._parts = lru_cache(1)(self._make_parts)  # one shape after another: tensors of all would not fit
+
+    def refusal(self, option: Option, shape: TimedShape) -> str | None:
+        """Why the option's kernel does not take the shape, or None."""
+        problem = GemmProblem.of(option.role, shape.shape, shape.dtype, device_of(self._device))
+        return why_not(KERNELS.get(option.kernel), problem)
+
+    def products_us(self, options: Iterable[Option], shape: TimedShape) -> dict[Option, float | str]:
+        """The time of each option's product, or the message of its failure."""
+        by_role: dict[Role, list[Option]] = {}
+        for option in options:
+            by_role.setdefault(option.role, []).append(option)
+        for alike in by_role.values():
+            new = [option for option in alike if (shape, option) not in self._products]
+            calls: dict[Option, Candidate] = {option: partial(self._parts(shape).multiply, option) for option in new}
+            self._products.update({(shape, option): time for option, time in self._time(calls, shape).items()})
+        return {option: self._products[shape, option] for alike in by_role.values() for option in alike}
+
+    def casts_us(self, name: TensorName, sets: Iterable[Forms], shape: TimedShape) -> dict[Forms, float | str]:
+        """The time to cast a tensor into each set of forms, or the message of the failure."""
+        sets = list(sets)
+        new = [forms for forms in sets if (shape, name, forms) not in self._casts]
+        calls: dict[Forms, Candidate] = {forms: partial(self._parts(shape).cast, name, forms) for forms in new}
+        self._casts.update({(shape, name, forms): time for forms, time in self._time(calls, shape).items()})
+        return {forms: self._casts[shape, name, forms] for forms in sets}
+
+    def is_compiled(self, name: TensorName, form: Form, shape: TimedShape) -> bool:
+        return compiles(name, self._parts(shape).tensors.stored(name, 0), form)
+
+    def _make_parts(self, shape: TimedShape) -> SiteParts:
+        dtype, weight_dtype = torch_dtype(shape.dtype), torch_dtype(shape.weight_dtype)
+        tensors = SiteTensors.random(shape.shape, dtype, self._device, weight_dtype=weight_dtype, has_bias=shape.has_bias)
+        return SiteParts(tensors)
+
+    def _time(self, calls: dict[Key, Candidate], shape: TimedShape) -> dict[Key, float | str]:
+        """Each call is made once before it is timed with the others: one that raises would take them with it."""
+        results: dict[Key, float | str] = {}
+        able: dict[str, Candidate] = {}
+        names = {key: str(index) for index, key in enumerate(calls)}
+        for key, call in calls.items():
+            try:
+                call(0)
+                able[names[key]] = call
+            except Exception as failure:  # any library's any error: the reason is the result
+                results[key] = told(failure)
+        copies = len(self._parts(shape).tensors.weights)
+        kind = self._device.type
+        turns = max(8, copies) if kind == "cuda" else copies
+        times = time_together(able, self._device, turns=turns, rounds=ROUNDS[kind], budget_s=BUDGET_S)
+        return results | {key: times[name].median_us for key, name in names.items() if name in times}

@@ -1,0 +1,145 @@
+"""``measure``: from a Record the Survey. Ceiling first, then every site: errors, times, blocks; written after each of them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from loka.core.environment import Environment, current_environment
+from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
+from loka.core.progress import Progress, Silent
+from loka.core.recipe import Transform
+from loka.core.record import Record
+from loka.core.survey import SiteSurvey, Survey, SurveyDocument
+from loka.kernels.contract import KERNELS
+from loka.kernels.device import device_named, device_of
+from loka.measure.block import BlockBench
+from loka.measure.ceiling import describe_ceiling, measure_ceiling
+from loka.measure.error import GATE, BrokenDevice, usual_rows, vector_of
+from loka.measure.partial import Partial, identity_of
+from loka.measure.parts import Option, baseline_kernel
+from loka.measure.site_survey import Bench, plain_options, survey_site
+from loka.measure.speed import Speeds, TimedShape
+from loka.measure.trial import Trial, needs_trial, try_kernels
+
+
+def measure(
+    record: Record,
+    *,
+    kernels: Iterable[str] | None = None,
+    device: str | torch.device | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Survey:
+    """Measure every able kernel at every site and role of ``record``, its error on what was learned there and its times here.
+
+    ``kernels`` are names, all that make sense on the device if not given. With a folder ``out``, results are written after
+    every site and a measurement that was interrupted goes on; the finished Survey is saved there. Nothing a kernel does stops
+    it: one that raises, hangs or returns nonsense is listed with its reason.
+    """
+    where = device_named(str(device or "auto"))
+    names = chosen_kernels(record, kernels, where)
+    environment = current_environment(device_of(where))
+    partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
+    with progress or Silent() as shown:
+        document = _measure(record, names, where, environment, partial, shown)
+    survey = Survey(document, _vectors(record, document))
+    if out is not None:
+        survey.save(out)
+        partial.remove()
+    return survey
+
+
+def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.device) -> tuple[str, ...]:
+    """The baseline first. By default all; the oracle's only where it is the one way to know a recipe's error."""
+    if not record.sites:
+        raise InvalidInput("the record has no site: probe a model with linear layers")
+    baseline = baseline_kernel(record.dtype)
+    if baseline not in KERNELS:
+        raise InvalidInput(f"the model's GEMMs run in {record.dtype}, for which there is no baseline: use bf16, tf32 or fp32")
+    if kernels is None:
+        names = [name for name in KERNELS.names() if device.type == "cpu" or not name.startswith("reference.")]
+    else:
+        names = [KERNELS.get(name).name for name in kernels]
+    return tuple(dict.fromkeys((baseline, *names)))
+
+
+def _measure(
+    record: Record, names: tuple[str, ...], device: torch.device, environment: Environment, partial: Partial, shown: Progress
+) -> SurveyDocument:
+    speeds, blocks = Speeds(device), BlockBench(record.dtype, device)
+    ceiling = measure_ceiling(record, speeds, names[0], environment)
+    shown.say(describe_ceiling(ceiling, record))
+    done = partial.sites
+    todo = [site for name, site in record.sites.items() if name not in done]
+    failed = {} if not todo else _failed_trials(record, names, device, speeds, partial, shown)
+    bench = Bench(names, record.dtype, device, speeds, blocks, record.findings, failed)
+    shown.start(len(record.sites), len(done))
+    for site in todo:
+        try:
+            surveyed = survey_site(site, bench)
+        except BrokenDevice as broken:
+            partial.leave_out(broken.kernel, str(broken))
+            raise BrokenDevice(
+                broken.kernel,
+                f"{broken}, at site {site.name}. Measure again, with the same folder: it goes on without {broken.kernel}",
+            ) from broken
+        partial.add(surveyed)
+        shown.advance(_line(surveyed))
+    sites = tuple(partial.sites[name] for name in record.sites)
+    return SurveyDocument(
+        fingerprint=record.fingerprint,
+        environment=environment,
+        dtype=record.dtype,
+        sites=sites,
+        ceiling=ceiling,
+        findings=tuple(f"{finding.site}: {finding.message}" for finding in record.findings),
+    )
+
+
+def _failed_trials(
+    record: Record, names: tuple[str, ...], device: torch.device, speeds: Speeds, partial: Partial, shown: Progress
+) -> dict[tuple[Option, int, int], str]:
+    """Kernels that failed, in a process of their own or in an earlier attempt, by option and shape of the layer."""
+    trials: dict[Trial, tuple[Option, int, int]] = {}
+    failed: dict[tuple[Option, int, int], str] = {}
+    for site in record.sites.values():
+        if not site.was_called or not site.calls:
+            continue
+        for option in plain_options(site, names):
+            if option.kernel in partial.left_out:
+                failed[option, site.k, site.n] = partial.left_out[option.kernel]
+                continue
+            shape = TimedShape.of(site, usual_rows(site), record.dtype)
+            if needs_trial(option.kernel) and speeds.refusal(option, shape) is None:
+                module = type(KERNELS.get(option.kernel)).__module__
+                trial = Trial(option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device))
+                trials[trial] = (option, site.k, site.n)
+    if trials:
+        shown.say(f"trying {len({trial.kernel for trial in trials})} kernels in a process of their own")
+    failures = try_kernels(trials)
+    for kernel in dict.fromkeys(trial.kernel for trial in failures):
+        shown.say(f"  {kernel}: {next(why for trial, why in failures.items() if trial.kernel == kernel)}")
+    return failed | {trials[trial]: why for trial, why in failures.items()}
+
+
+def _vectors(record: Record, document: SurveyDocument) -> dict[str, torch.Tensor]:
+    """Of the transforms that were surveyed, ``<site>/center`` and ``<site>/rescale``."""
+    used = {
+        (site.site, candidate.transform)
+        for site in document.sites
+        for candidate in site.candidates
+        if candidate.transform is not Transform.NONE
+    }
+    return {f"{name}/{transform}": vector_of(record.sites[name], transform) for name, transform in sorted(used)}
+
+
+def _line(site: SiteSurvey) -> str:
+    """The site's best 8-bit kernel in fprop, for the eye that watches."""
+    able = [c for c in site.candidates if c.role is Role.FPROP and c.error and c.kernel != site.baseline]
+    if not able:
+        return f"{site.site}: {site.notes[-1] if site.notes else 'no kernel is able'}"
+    best = min(able, key=lambda candidate: candidate.error[GATE].mean)
+    behind = f" behind {best.transform}" if best.transform is not Transform.NONE else ""
+    return f"{site.site}: {len(able)} kernels able, at best {GATE} {best.error[GATE].mean:.3g} ({best.recipe}{behind})"
