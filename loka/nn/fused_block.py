@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from loka.core.errors import InvalidInput
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
-from loka.nn.fused_function import BlockTensors, WeightCodes, cast_weight, run_chain
+from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
+from loka.nn.fused_steps import WeightCodes, cast_weight
 from loka.nn.linear import require_input
 from loka.nn.weight_casts import drop_casts, keep_current, refresh_after_load, state_without_casts, store_casts, stored_cast
 
@@ -147,26 +148,25 @@ def link_blocks(blocks: Sequence[FusedBlock]) -> None:
 def _run(
     spec: ChainSpec | None, blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...], x: Tensor
 ) -> tuple[Tensor, ...]:
-    """The outputs asked for: by one chain of kernels, or by the blocks one after another."""
+    """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused where it can be."""
     require_input(x, blocks[0].weight)
-    if spec is None or _why_not_chained(blocks, entry) or x.numel() == 0:
-        return _run_apart(blocks, entry, outputs, x)
+    if spec is not None and x.numel() > 0 and _why_not_chained(blocks, entry) is None:
+        return _run_fused(spec, blocks, x)
+    x = x if entry is None else entry(x)
+    results = []
+    for block in blocks:
+        alone = _chain_spec((block,), None, (0,))
+        is_fused = alone is not None and x.numel() > 0 and block.why_reference is None
+        x = _run_fused(alone, (block,), x)[0] if is_fused else block.reference(x)
+        results.append(x)
+    return tuple(results[index] for index in outputs)
+
+
+def _run_fused(spec: ChainSpec, blocks: Sequence[FusedBlock], x: Tensor) -> tuple[Tensor, ...]:
     device = x.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     results = run_chain(spec, x.reshape(-1, x.shape[-1]), [block.tensors() for block in blocks], out_dtype)
     return tuple(result.reshape(*x.shape[:-1], result.shape[-1]) for result in results)
-
-
-def _run_apart(
-    blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...], x: Tensor
-) -> tuple[Tensor, ...]:
-    results = {}
-    x = x if entry is None else entry(x)
-    for index, block in enumerate(blocks):
-        able = block.why_reference is None and x.numel() > 0 and len(blocks) > 1
-        x = _run(_chain_spec((block,), None, (0,)), (block,), None, (0,), x)[0] if able else block.reference(x)
-        results[index] = x
-    return tuple(results[index] for index in outputs)
 
 
 def _chain_spec(blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...]) -> ChainSpec | None:

@@ -44,6 +44,11 @@ class ChainSpec:
     entry: NormSpec | None = None
     outputs: tuple[int, ...] = (0,)
 
+    def input_factor(self, block: int) -> float:
+        """The constant scale of a block's input: that of the norm in front of it, or 1 where rows have scales of their own."""
+        norm = self.entry if block == 0 else self.blocks[block - 1].norm
+        return 1.0 if norm is None else norm.blocks.code_scale
+
 
 def norm_spec(norm: nn.Module | None) -> NormSpec | str:
     """The norm as the kernels see it, or why they do not compute it."""

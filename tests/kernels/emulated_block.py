@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import padded_size
-from loka.kernels.triton.block import BlockGradients, BlockOutputs, Wanted, spread_blocks
+from loka.kernels.triton.block import BlockGradients, BlockOutputs, NormGradient, Wanted, spread_blocks
 from loka.kernels.triton.casts import NOT_WRITTEN, Target
 from loka.kernels.triton.tiles import NormBlocks
 from loka.nn.block_norm import block_sizes
@@ -23,8 +23,8 @@ ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    for op in (block_forward, norm_forward, block_backward, grouped_gemm, cast_matrix):
-        monkeypatch.setattr(f"loka.nn.fused_function.{op.__name__}", op)
+    for op in (block_forward, norm_forward, norm_backward, block_backward, grouped_gemm, cast_matrix):
+        monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
 
@@ -58,15 +58,9 @@ def block_backward(
     dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str,
     *, plain: bool, transposed: bool, bias: bool,
 ) -> BlockGradients:  # fmt: skip
-    n, sizes = blocks.features, block_sizes(blocks.features, blocks.block)
-    u_MN = normed_MN[:, :n].float() * blocks.code_scale
-    slope = {"none": torch.ones_like(u_MN), "relu": (u_MN > 0).float()}.get(
-        activation, torch.where(u_MN <= -3, 0, torch.where(u_MN >= 3, 1, u_MN / 3 + 0.5))
-    )
-    parts = []
-    for g, u, rstd in zip((dy_MN.float() * slope).split(sizes, 1), u_MN.split(sizes, 1), rstd_BM, strict=True):
-        parts.append(rstd[:, None] * (g - u * (g * u).mean(1, keepdim=True)))
-    dz_MN = torch.cat(parts, 1)
+    sizes = block_sizes(blocks.features, blocks.block)
+    dz_MN = _gradient(dy_MN, normed_MN, rstd_BM, blocks, activation)
+    parts = dz_MN.split(sizes, 1)
     scale_BM = torch.stack([scale_from_amax(amax(part, Scaling.ROWWISE), Format.E4M3)[:, 0] for part in parts])
     spread_MN = spread_blocks(dz_MN.t(), blocks).t() / scale_BM.t().repeat_interleave(blocks.room, 1)
     grouped_NGM = F.pad(dz_MN, (0, 0, 0, -len(dz_MN) % GROUP)).t().unflatten(1, (-1, GROUP))
@@ -79,6 +73,14 @@ def block_backward(
         scale_NG.t().contiguous() if transposed else empty,
         dz_MN.sum(0) if bias else empty.sum(0),
     )
+
+
+def norm_backward(
+    dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str, *, bias: bool
+) -> NormGradient:
+    """Without the amaxes, which nothing here reads."""
+    dz_MN = _gradient(dy_MN, normed_MN, rstd_BM, blocks, activation)
+    return NormGradient(dz_MN.to(dy_MN.dtype), dz_MN.new_empty(0, dtype=torch.int32), dz_MN.sum(0))
 
 
 def grouped_gemm(
@@ -100,6 +102,16 @@ def cast_matrix(x: Tensor, plain: Target, trans: Target) -> tuple[Tensor, Tensor
         return F.pad(codes.view(torch.uint8), (0, target.contraction - codes.shape[1])).view(codes.dtype), scale
 
     return *written(x, plain), *written(x.t(), trans)
+
+
+def _gradient(dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str) -> Tensor:
+    n, sizes = blocks.features, block_sizes(blocks.features, blocks.block)
+    u_MN = normed_MN[:, :n].float() * blocks.code_scale
+    slope = {"none": torch.ones_like(u_MN), "relu": (u_MN > 0).float()}.get(
+        activation, torch.where(u_MN <= -3, 0, torch.where(u_MN >= 3, 1, u_MN / 3 + 0.5))
+    )
+    parts = zip((dy_MN.float() * slope).split(sizes, 1), u_MN.split(sizes, 1), rstd_BM, strict=True)
+    return torch.cat([rstd[:, None] * (g - u * (g * u).mean(1, keepdim=True)) for g, u, rstd in parts], 1)
 
 
 def _padded(codes: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import loka
 from loka.core.recipe import Format, Scaling
 from loka.kernels.triton.block import Wanted
-from loka.kernels.triton.tiles import NormBlocks
-from loka.nn import fused_function
+from loka.nn import fused_function, fused_steps
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_block import FusedBlock, FusedChain
 from loka.numerics.metrics import relative_rms
@@ -198,13 +197,13 @@ def _changed(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
 BREAKS = {
     "norm": ("block_forward", _changed(arg9=lambda eps: eps + 0.5)),
     "norm's gradient": ("block_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
-    "entry's norm": ("norm_forward", _changed(arg1=lambda blocks: NormBlocks(blocks.features, 32))),
-    "entry's gradient": ("_norm_backward", _changed(result=lambda dx: dx * 1.2)),
+    "entry's norm": ("norm_forward", _changed(arg0=lambda x: x[:, :1] * x)),
+    "entry's gradient": ("norm_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
     "activation": ("block_forward", _changed(arg10=lambda activation: "relu")),
     "activation's gradient": ("block_backward", _changed(arg4=lambda activation: "none")),
     "scale of the input": ("block_forward", _changed(arg2=lambda factor: factor * 1.5)),
     "scale of the weight": ("block_forward", _changed(arg4=lambda scale_N: scale_N.mean().expand_as(scale_N).contiguous())),
-    "scale in wgrad": ("_input_factor", _changed(result=lambda factor: factor * 1.2)),
+    "scale in wgrad": ("backward_block", _changed(arg3=lambda factor: factor * 1.2)),
     "transposed weight": ("spread_blocks", lambda spread: lambda weight, blocks: weight.roll(1, 0)),
     "transposed input": ("_handed_on", _changed(result=lambda x: x._replace(codes_KM=x.codes_KM.roll(1, 0)))),
     "rows of the batch": ("_handed_on", _changed(result=lambda x: x._replace(codes_MK=x.codes_MK.roll(1, 0)))),
@@ -223,7 +222,8 @@ def test_each_stage_is_missed(fused_on: torch.device, stage: str, monkeypatch: p
             block.bias.normal_(std=1.0)
     chain = FusedChain(blocks, entry=loka.BlockNorm(64)).to(fused_on)
     check(chain, 64, fused_on)
-    monkeypatch.setattr(fused_function, name, breaking(getattr(fused_function, name)))
+    where = fused_function if name == "backward_block" else fused_steps
+    monkeypatch.setattr(where, name, breaking(getattr(where, name)))
     loka.refresh(chain)
     with pytest.raises(AssertionError, match="if cast separately"):
         check(chain, 64, fused_on)
@@ -255,13 +255,13 @@ def test_saves_less_than_half_of_what_the_block_in_bf16_does(fused_on: torch.dev
 
 def test_serving_writes_nothing_for_backward(fused_on: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Wanted] = []
-    original = fused_function.block_forward
+    original = fused_steps.block_forward
 
     def spy(*args: Any) -> Any:
         asked.append(args[-1])
         return original(*args)
 
-    monkeypatch.setattr(fused_function, "block_forward", spy)
+    monkeypatch.setattr(fused_steps, "block_forward", spy)
     chain = FusedChain([make_block(32, 48), make_block(48, 32)]).to(fused_on)
     with torch.no_grad():
         chain(torch.randn(4, 32, device=fused_on))
