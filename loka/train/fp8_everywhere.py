@@ -1,0 +1,78 @@
+"""Low precision without asking: one kernel at every linear layer but the prediction heads. What LoKA is compared with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from loka.core.gemm import GemmProblem, Role, SiteShape
+from loka.kernels.contract import KERNELS, why_not
+from loka.kernels.device import device_of
+from loka.kernels.executor import SiteKernels
+from loka.nn.blocks import find_blocks
+from loka.nn.linear import LokaLinear
+from loka.numerics.formats import format_of
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    """Which sites were moved to the kernel, and why the others were not."""
+
+    moved: tuple[str, ...]
+    left: Mapping[str, str] = field(default_factory=dict)  # site → reason
+
+
+def apply_everywhere(model: nn.Module, example: tuple[Any, ...], kernel: str, *, trains: bool = True) -> Everywhere:
+    """Swap every linear layer of ``model`` for one that runs all its roles on ``kernel``, in place; heads stay.
+
+    ``example`` are the arguments of one forward call with as many rows as the model will see: a kernel may refuse a shape.
+    Whatever it takes is moved, whether it pays and whether it is precise enough or not.
+    """
+    found = find_blocks(model, example)
+    rows = _rows_of_calls(model, example)
+    roles = tuple(Role) if trains else (Role.FPROP,)
+    moved, left = [], {}
+    for block in found:
+        site = model.get_submodule(block.site)
+        assert isinstance(site, nn.Linear)
+        reason = "is a prediction head" if block.is_head else _refusal(site, rows.get(block.site), kernel, roles)
+        if reason:
+            left[block.site] = reason
+        else:
+            parent, _, name = block.site.rpartition(".")
+            setattr(model.get_submodule(parent), name, LokaLinear.from_linear(site, SiteKernels.same(kernel)))
+            moved.append(block.site)
+    return Everywhere(tuple(moved), left)
+
+
+def _refusal(site: nn.Linear, rows: int | None, kernel: str, roles: tuple[Role, ...]) -> str | None:
+    if rows is None:
+        return "is never called"
+    shape = SiteShape(rows, site.in_features, site.out_features)
+    where, out = device_of(site.weight.device), format_of(site.weight.dtype)
+    problems = (GemmProblem.of(role, shape, out, where) for role in roles)
+    reasons = (why_not(KERNELS.get(kernel), problem) for problem in problems)
+    return next((reason for reason in reasons if reason), None)
+
+
+def _rows_of_calls(model: nn.Module, example: tuple[Any, ...]) -> dict[str, int]:
+    """Rows that each linear layer is called with; the most where it is called several times."""
+    rows: dict[str, int] = {}
+
+    def note(name: str, x: torch.Tensor) -> None:
+        rows[name] = max(rows.get(name, 0), x.numel() // x.shape[-1])
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    try:
+        with torch.no_grad():
+            model(*example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return rows

@@ -1,0 +1,137 @@
+"""Paired runs: arms that start from the same weights and see the same batches, so that their difference is the arm's doing.
+
+A run is an arm with everything else that decides its numbers.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.core.estimate import Estimate
+from loka.core.plan import Plan
+from loka.data.dataset import Dataset, open_dataset
+from loka.dispatch.apply import apply_plan
+from loka.models.recommender import Recommender
+from loka.models.registry import build_model
+from loka.mods.apply import apply_mods
+from loka.numerics.confidence import estimate_mean
+from loka.train.config import TrainConfig
+from loka.train.fp8_everywhere import apply_everywhere
+from loka.train.loop import evaluate
+from loka.train.precision import matmul_precision, resolve_device
+from loka.train.quality_settings import Arm
+from loka.train.trainer import Trainer
+
+POINTS = 100  # of a run's trajectory
+
+
+@dataclass(frozen=True)
+class Run:
+    config: TrainConfig  # its precision is the arm's
+    arm: Arm
+    plan: str | None = None  # folder of the plan, for an arm that has one
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the run's numbers, as a results file gives it back: a path only by its last part."""
+        path = self.config.data_path
+        fields = asdict(self.config) | {"data_path": path and path.rstrip("/").rpartition("/")[2], "arm": asdict(self.arm)}
+        del fields["device"], fields["out"], fields["log_every"], fields["checkpoint_every"]
+        return json.loads(json.dumps(fields))
+
+
+def train_run(run: Run) -> dict[str, Any]:
+    """Train and test once. A loss that is not finite ends the run: ``nonfinite_step`` says when, and there is no ``test``."""
+    config = run.config
+    device = resolve_device(config.device, config.precision)
+    data = dataset_of(config, device)
+    steps = config.steps or data.batches_per_epoch(config.batch_size)
+    assert steps is not None, f"{config.data} never ends, so its setting must say how many steps"
+    with matmul_precision(config.precision):
+        model, done = prepare(run, data, device)
+        trainer = Trainer(model, config)
+        trajectory, seconds = _train(trainer, data, steps)
+        row: dict[str, Any] = {
+            "steps": steps,
+            **done,
+            "trajectory": trajectory,
+            "samples_per_s": steps * config.batch_size / seconds,
+        }
+        bad_step = trainer.guard.first_bad_step()
+        if bad_step is not None:
+            return row | {"nonfinite_step": bad_step}
+        return row | {"test": asdict(evaluate(model, data.test(config.batch_size), config.precision))}
+
+
+def prepare(run: Run, data: Dataset, device: torch.device) -> tuple[Recommender, dict[str, int]]:
+    """The run's model, with what the arm asks for done to it. Weights that arms share are the same for one seed."""
+    config, arm = run.config, run.arm
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, config.preset, data.schema, **config.model_options).to(device)
+    example = example_of(model, data, config.batch_size)
+    done = {"parameters": 0, "changes": 0, "sites": 0}
+    if arm.mods:
+        done["changes"] = len(apply_mods(model.dense_part, arm.mods, example=example).changes)
+    done["parameters"] = sum(parameter.numel() for parameter in model.dense_part.parameters())
+    if arm.kernel:
+        done["sites"] = len(apply_everywhere(model.dense_part, example, arm.kernel).moved)
+    if run.plan:
+        plan = Plan.load(run.plan)
+        apply_plan(model.dense_part, plan, example=example)
+        done["sites"] = sum(site.is_low_precision for site in plan.sites)
+    return model, done
+
+
+def example_of(model: Recommender, data: Dataset, batch_size: int) -> tuple[Tensor, ...]:
+    """The arguments of one call of the dense part."""
+    batch = next(data.train(batch_size))
+    with torch.no_grad():
+        return (batch.dense_BD, *model.embeddings(batch))
+
+
+def _train(trainer: Trainer, data: Dataset, steps: int) -> tuple[list[tuple[int, float]], float]:
+    """Mean training loss of each window of steps, taken before its examples were learned from; and the seconds of it all."""
+    window = max(1, steps // POINTS)
+    trajectory = []
+    begin = time.perf_counter()
+    for batch in islice(data.train(trainer.config.batch_size), steps):
+        trainer.step(batch)
+        if trainer.steps_done % window == 0:
+            trajectory.append((trainer.steps_done, trainer.window.metrics().log_loss))  # waits for the device
+            trainer.window.reset()
+            if not math.isfinite(trajectory[-1][1]):
+                break  # the optimizers hold still from here on
+    return trajectory, time.perf_counter() - begin
+
+
+def dataset_of(config: TrainConfig, device: torch.device) -> Dataset:
+    """The run's data; the last few sets stay open, since the arms of a seed follow each other."""
+    return _open(config.data, config.data_path, config.seed, str(device), json.dumps(config.data_options))
+
+
+@lru_cache(maxsize=2)
+def _open(name: str, path: str | None, seed: int, device: str, options: str) -> Dataset:
+    return open_dataset(name, path=path, seed=seed, device=device, **json.loads(options))
+
+
+def change_in_percent(losses: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:
+    """The mean relative change over the seeds that both have, with its 95 % interval (Student's t); negative is better."""
+    seeds = sorted(losses.keys() & base.keys())
+    return estimate_mean([100 * (losses[seed] / base[seed] - 1) for seed in seeds]) if seeds else None
+
+
+def describe_change(change: Estimate | None) -> str:
+    if change is None:
+        return ""
+    if change.n == 1:
+        return f"{change.mean:+.3f} % (one seed)"
+    verdict = "" if change.low <= 0 <= change.high else (" worse" if change.mean > 0 else " better")
+    return f"{change.mean:+.3f} % ± {(change.high - change.low) / 2:.3f}{verdict}"

@@ -1,0 +1,183 @@
+"""Does low precision cost quality? ``loka bench quality``: arms trained pairwise, setting by setting and seed by seed.
+
+Every number is a difference between runs that share weights, batches and their order. Runs already in the results file are
+not repeated, so that a table fills over several calls and days.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from loka.core.errors import InvalidInput, UnknownName
+from loka.core.files import atomic_write
+from loka.core.results import GatheredResults, markdown_table
+from loka.train.config import TrainConfig
+from loka.train.jobs import run_jobs
+from loka.train.line_chart import Line, line_chart
+from loka.train.paired import Run, change_in_percent, describe_change, train_run
+from loka.train.quality_settings import SETTINGS, arms_on
+
+# Arms that a change is taken from: fp32; bf16; and, for arms with Mods, the same Mods in high precision.
+BASE, BF16, HIGH_MODS = "fp32", "bf16", "mods"
+NOTES = (
+    "Held-out log-loss and its relative change, mean over paired seeds with a 95 % interval (Student's t); negative is better, "
+    "and a change whose interval leaves out 0 is called worse or better. What bf16 does to fp32 is the measure of harmless. "
+    "Mods alone: the same model in high precision, with the Mods LoKA makes by default."
+)
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Which runs to make."""
+
+    settings: Sequence[str]
+    arms: Sequence[str]
+    seeds: Sequence[int]
+    device_type: str
+    paths: Mapping[str, str] = field(default_factory=dict)  # of the data sets that lie somewhere
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of the settings' configs: model, preset, steps, …
+
+
+@dataclass(frozen=True)
+class _Job:
+    key: str
+    setting: str
+    run: Run
+
+
+def run_campaign(
+    campaign: Campaign,
+    results: GatheredResults,
+    *,
+    parallel: int = 1,
+    budget_s: float = float("inf"),
+    say: Callable[[str], None] = print,
+) -> None:
+    """Make the runs that ``results`` does not hold yet, each written as soon as it is done."""
+    jobs = [job for job in _jobs(campaign, results) if not _is_done(results, job)]
+    for folder, job in {job.run.plan: job for job in jobs if job.run.plan}.items():
+        from loka.train.loka_plan import make_plan_for  # loads all stages of LoKA, which the other arms do without
+
+        assert folder is not None
+        say(f"planning for {job.setting}, {job.run.arm.name}")
+        make_plan_for(job.run, Path(folder))
+    n_done = 0
+    for job, row in run_jobs(jobs, _train, parallel=parallel, budget_s=budget_s):
+        results.add(job.key, {"setting": job.setting, "arm": job.run.arm.name, "seed": job.run.config.seed, **row})
+        n_done += 1
+        loss = f"log-loss {row['test']['log_loss']:.5f}" if "test" in row else f"not finite at step {row['nonfinite_step']}"
+        say(f"{job.key}: {loss} ({n_done} of {len(jobs)})")
+    if n_done < len(jobs):
+        say(f"{len(jobs) - n_done} runs left for the next call: the time budget is spent")
+
+
+def _train(job: _Job) -> dict[str, Any]:
+    return train_run(job.run) | {"config": job.run.settings}
+
+
+def _jobs(campaign: Campaign, results: GatheredResults) -> Iterator[_Job]:
+    """Seed by seed, so that an interrupted call leaves whole seeds behind."""
+    known = arms_on(campaign.device_type)
+    if missing := [name for name in campaign.arms if name not in known]:
+        raise UnknownName(f"no arm is called {missing[0]!r}. Known: {', '.join(known)}")
+    plans = results.json_path.with_name(f"{results.json_path.stem}-plans")
+    for seed in campaign.seeds:
+        for setting in campaign.settings:
+            config = _config(campaign, setting, seed)
+            training = f"{setting}/{config.model}-{config.preset}/{config.steps or 'epoch'}x{config.batch_size}"
+            for arm in (known[name] for name in campaign.arms):
+                run = Run(replace(config, precision=arm.precision), arm)
+                if arm.is_planned:
+                    run = replace(run, plan=str(plans / f"{training}-{'-'.join(arm.mods) or 'no-mods'}".replace("/", "-")))
+                yield _Job(f"{training}/{arm.name}/{seed}", training, run)
+
+
+def _config(campaign: Campaign, setting: str, seed: int) -> TrainConfig:
+    if setting not in SETTINGS:
+        raise UnknownName(f"no setting is called {setting!r}. Known: {', '.join(SETTINGS)}")
+    config, overrides = SETTINGS[setting], dict(campaign.overrides)
+    path = campaign.paths.get(config.data)
+    if config.data in ("movielens", "criteo") and path is None:
+        raise InvalidInput(f"setting {setting!r} needs the {config.data} data: pass its path with --{config.data}")
+    if overrides.get("model", config.model) != config.model:
+        overrides["model_options"] = {}  # those are for the setting's own model
+    return replace(config, **overrides, seed=seed, data_path=path, device=campaign.device_type)
+
+
+def _is_done(results: GatheredResults, job: _Job) -> bool:
+    row = results.rows.get(job.key)
+    if row is not None and row["config"] != job.run.settings:
+        raise InvalidInput(f"{results.json_path} holds {job.key} with other settings: write to another file with --results")
+    return row is not None
+
+
+Runs = dict[str, dict[int, dict[str, Any]]]  # arm → seed → row
+
+
+def by_setting(results: GatheredResults) -> dict[str, Runs]:
+    settings: dict[str, Runs] = {}
+    for row in results.rows.values():
+        settings.setdefault(row["setting"], {}).setdefault(row["arm"], {})[row["seed"]] = row
+    return settings
+
+
+def make_table(results: GatheredResults) -> str:
+    header = ["setting", "arm", "seeds", "log-loss", "against fp32", "against bf16", "against Mods alone", "8-bit sites"]
+    rows = []
+    for setting, runs in by_setting(results).items():
+        losses = {arm: _losses(of_arm) for arm, of_arm in runs.items()}
+        for arm, of_arm in runs.items():
+            bad = len(of_arm) - len(losses[arm])
+            seeds = f"{len(of_arm)}, {bad} not finite" if bad else str(len(of_arm))
+            mean = f"{statistics.fmean(losses[arm].values()):.5f}" if losses[arm] else ""
+            first = next(iter(of_arm.values()))
+            bases = (BASE, BF16, *([HIGH_MODS] if first["config"]["arm"]["mods"] else []))
+            changes = {base: change_in_percent(losses[arm], losses.get(base, {})) for base in bases if base != arm}
+            cells = [describe_change(changes.get(base)) for base in (BASE, BF16, HIGH_MODS)]
+            rows.append([setting, arm, seeds, mean, *cells, str(first["sites"])])
+    return markdown_table(header, rows)
+
+
+def _losses(of_arm: dict[int, dict[str, Any]]) -> dict[int, float]:
+    return {seed: row["test"]["log_loss"] for seed, row in of_arm.items() if "test" in row}
+
+
+def write_report(results: GatheredResults) -> list[Path]:
+    """The table, and for each setting a picture of how the training losses drew apart; returns the files."""
+    pictures = []
+    for setting, runs in by_setting(results).items():
+        lines = list(trajectories(runs))
+        if lines:
+            path = results.json_path.with_name(f"{results.json_path.stem}-{setting.replace('/', '-')}.svg")
+            title = f"{setting}: training loss against fp32"
+            atomic_write(path, line_chart(lines, title=title, x_label="step", y_label="change of training loss, %"))
+            pictures.append(path)
+    images = "\n".join(f"![training loss against fp32]({path.name})" for path in pictures)
+    return [results.write_markdown(f"{NOTES}\n\n{make_table(results)}\n{images}\n"), *pictures, results.json_path]
+
+
+def trajectories(runs: Runs) -> Iterator[Line]:
+    """For each arm the relative difference of its training loss to fp32's, window by window: mean over seeds and interval."""
+    base = _losses_by_step(runs.get(BASE, {}))
+    for arm, of_arm in runs.items():
+        losses = _losses_by_step(of_arm) if arm != BASE else {}
+        found = {step: change_in_percent(of_seed, base.get(step, {})) for step, of_seed in losses.items()}
+        changes = {step: change for step, change in found.items() if change is not None}
+        if changes:
+            estimates = list(changes.values())
+            band = estimates if all(estimate.n > 1 for estimate in estimates) else []
+            mean = [estimate.mean for estimate in estimates]
+            yield Line(arm, list(changes), mean, [estimate.low for estimate in band], [estimate.high for estimate in band])
+
+
+def _losses_by_step(of_arm: dict[int, dict[str, Any]]) -> dict[int, dict[int, float]]:
+    """step → seed → loss; a loss that is not finite is null in the file."""
+    losses: dict[int, dict[int, float]] = {}
+    for seed, row in of_arm.items():
+        for step, loss in row["trajectory"]:
+            if loss is not None and math.isfinite(loss):
+                losses.setdefault(step, {})[seed] = loss
+    return losses

@@ -1,0 +1,219 @@
+"""Paired runs: what they share, what is taken from them, and what a table and a picture say of it."""
+
+import itertools
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from loka.core.environment import current_environment
+from loka.core.errors import InvalidInput, UnknownName
+from loka.core.estimate import Estimate
+from loka.core.gemm import Role
+from loka.core.plan import Plan
+from loka.core.recipe import Format
+from loka.core.results import GatheredResults
+from loka.core.survey import Candidate, SiteSurvey, Survey, SurveyDocument
+from loka.kernels.device import device_of
+from loka.planner.plan import make_plan
+from loka.train import quality_bench
+from loka.train.config import TrainConfig
+from loka.train.jobs import run_jobs
+from loka.train.line_chart import Line, line_chart
+from loka.train.loka_plan import as_if_8_bits_always_paid
+from loka.train.paired import Run, change_in_percent, dataset_of, describe_change, prepare, train_run
+from loka.train.quality_bench import Campaign, make_table, run_campaign, trajectories, write_report
+from loka.train.quality_settings import SETTINGS, Arm, arms_on
+
+SVG = "{http://www.w3.org/2000/svg}"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(planted: str) -> TrainConfig:
+    return TrainConfig("wukong", "tiny", data=planted, steps=12, batch_size=64, device="cpu", out=None)
+
+
+@pytest.fixture
+def campaign(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Campaign:
+    monkeypatch.setitem(quality_bench.SETTINGS, "planted", config)
+    return Campaign(["planted"], ["fp32", "naive"], [0, 1], "cpu")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> GatheredResults:
+    return GatheredResults(tmp_path, "quality", current_environment(device_of(CPU)), "loka bench quality")
+
+
+class TestRuns:
+    def test_arms_share_weights_and_batches(self, config):
+        plain, _ = prepare(Run(config, Arm("plain")), dataset_of(config, CPU), CPU)
+        modded, done = prepare(Run(config, Arm("modded", mods=("no_bias",))), dataset_of(config, CPU), CPU)
+        before = plain.state_dict()
+        assert done["changes"] == len(before) - len(modded.state_dict()) > 0
+        assert all(torch.equal(tensor, before[name]) for name, tensor in modded.state_dict().items())
+        again = train_run(Run(config, Arm("plain")))
+        twin = train_run(Run(config, Arm("twin")))
+        assert again["test"] == twin["test"]
+        assert again["trajectory"] == twin["trajectory"]
+
+    def test_a_kernel_everywhere_leaves_the_head_alone_and_changes_the_loss_a_little(self, config):
+        plain, naive = train_run(Run(config, Arm("plain"))), train_run(Run(config, Arm("n", kernel="reference.tensorwise")))
+        exact = train_run(Run(config, Arm("exact", kernel="torch.fp32")))
+        assert naive["sites"] == exact["sites"] > 5
+        model, _ = prepare(Run(config, Arm("n", kernel="reference.tensorwise")), dataset_of(config, CPU), CPU)
+        assert type(model.dense_part.head) is torch.nn.Linear
+        assert exact["test"]["log_loss"] == pytest.approx(plain["test"]["log_loss"], rel=1e-6)
+        change = naive["test"]["log_loss"] / plain["test"]["log_loss"] - 1
+        assert 1e-6 < abs(change) < 0.02
+
+    def test_the_trajectory_is_the_loss_of_examples_not_yet_learned_from(self, config):
+        row = train_run(Run(config, Arm("plain")))
+        model, _ = prepare(Run(config, Arm("plain")), dataset_of(config, CPU), CPU)
+        batch = next(dataset_of(config, CPU).train(64))
+        first = torch.nn.functional.binary_cross_entropy_with_logits(model(batch).double(), batch.label_B.double())
+        assert row["trajectory"][0] == (1, pytest.approx(first.item(), rel=1e-6))
+        assert [step for step, _ in row["trajectory"]] == list(range(1, 13))
+
+    def test_a_loss_that_is_not_finite_ends_the_run(self, config):
+        bad = replace(config, model="dlrm", data_options={"inf_at": 5})
+        row = train_run(Run(bad, Arm("plain")))
+        assert row["nonfinite_step"] == 5
+        assert "test" not in row
+        assert len(row["trajectory"]) == 6
+
+
+class TestCampaign:
+    def test_fills_a_table_over_several_calls(self, campaign, results):
+        said: list[str] = []
+        run_campaign(campaign, results, say=said.append)
+        assert len(results.rows) == 4
+        loss = {(row["arm"], row["seed"]): row["test"]["log_loss"] for row in results.rows.values()}
+        changes = [100 * (loss["naive", seed] / loss["fp32", seed] - 1) for seed in (0, 1)]
+        half = 12.706204736 * statistics.stdev(changes) / math.sqrt(2)  # Student's t for 95 % and one degree of freedom
+        expected = f"| planted/wukong-tiny/12x64 | naive | 2 | {(loss['naive', 0] + loss['naive', 1]) / 2:.5f} | "
+        assert f"{expected}{statistics.fmean(changes):+.3f} % ± {half:.3f} |" in make_table(results)
+
+        reopened = GatheredResults("", "quality", current_environment(device_of(CPU)), "again", results.json_path)
+        said.clear()
+        run_campaign(Campaign(["planted"], ["fp32", "naive"], [0, 1, 2], "cpu"), reopened, say=said.append)
+        assert [line.split(":")[0] for line in said] == [f"planted/wukong-tiny/12x64/{arm}/2" for arm in ("fp32", "naive")]
+
+        markdown, picture, _ = write_report(reopened)
+        assert f"]({picture.name})" in markdown.read_text()
+        ElementTree.parse(picture)
+
+    def test_refuses_what_it_cannot_mean(self, campaign, results, config):
+        with pytest.raises(UnknownName, match=r"no arm is called 'fp31'\. Known: fp32, bf16"):
+            run_campaign(Campaign(["planted"], ["fp31"], [0], "cpu"), results)
+        with pytest.raises(UnknownName, match=r"no setting is called 'criteo'\. Known: synthetic"):
+            run_campaign(Campaign(["criteo"], ["fp32"], [0], "cpu"), results)
+        with pytest.raises(InvalidInput, match="needs the criteo data: pass its path with --criteo"):
+            run_campaign(Campaign(["criteo-raw"], ["fp32"], [0], "cpu"), results)
+        run_campaign(Campaign(["planted"], ["fp32"], [0], "cpu"), results, say=lambda _: None)
+        with pytest.raises(InvalidInput, match="with other settings"):
+            run_campaign(Campaign(["planted"], ["fp32"], [0], "cpu", overrides={"lr": 0.1}), results)
+
+    def test_every_ablation_takes_one_thing_away(self):
+        for device_type in ("cpu", "cuda"):
+            arms = arms_on(device_type)
+            loka = arms["loka"]
+            for name, arm in arms.items():
+                if name.startswith("loka-without-") and name.removeprefix("loka-without-") not in ("mods", "selection"):
+                    assert set(loka.mods) - set(arm.mods) == {name.removeprefix("loka-without-").replace("-", "_")}
+                    assert arm.is_planned
+            assert arms["loka-without-selection"].mods == loka.mods == arms["mods"].mods
+        assert all(config.out is None for config in SETTINGS.values())
+
+
+class TestChange:
+    def test_is_taken_seed_by_seed_over_those_both_have(self):
+        change = change_in_percent({0: 1.01, 1: 2.04, 7: 9.0}, {0: 1.0, 1: 2.0, 3: 1.0})
+        assert change is not None
+        assert (change.mean, change.n) == (pytest.approx(1.5), 2)
+        assert change_in_percent({0: 1.0}, {1: 1.0}) is None
+
+    def test_says_worse_only_where_the_interval_leaves_out_0(self):
+        base = dict.fromkeys(range(3), 1.0)
+        assert describe_change(change_in_percent({0: 1.010, 1: 1.011, 2: 1.012}, base)).endswith("worse")
+        assert describe_change(change_in_percent({0: 0.990, 1: 0.989, 2: 0.988}, base)).endswith("better")
+        assert describe_change(change_in_percent({0: 1.02, 1: 0.99, 2: 1.0}, base)) == "+0.333 % ± 3.795"
+        assert describe_change(change_in_percent({0: 1.02}, base)) == "+2.000 % (one seed)"
+
+    def test_trajectory_is_the_mean_of_the_seeds_differences(self):
+        def rows(*losses: list[float | None]) -> dict:
+            return {seed: {"trajectory": list(enumerate(of_seed, 1))} for seed, of_seed in enumerate(losses)}
+
+        runs = {"fp32": rows([1.0, 2.0], [1.0, 4.0]), "naive": rows([1.1, 2.0], [1.3, None])}
+        (line,) = trajectories(runs)
+        assert (line.name, list(line.x)) == ("naive", [1, 2])
+        assert line.y == pytest.approx([20.0, 0.0])
+        assert line.low == []  # of the second step there is one seed
+
+
+class TestChart:
+    def test_draws_each_curve_where_its_values_are(self):
+        lines = [Line("a < b", [0, 10], [0.0, 2.0], [-1.0, 1.0], [1.0, 3.0]), Line("c", [0, 5, 10], [1.0, math.nan, 1.0])]
+        root = ElementTree.fromstring(line_chart(lines, title="t & t", x_label="step", y_label="%"))
+        curves = [curve.attrib["points"].split() for curve in root.iter(f"{SVG}polyline")]
+        assert [len(points) for points in curves] == [2, 2]  # NaN is left out
+        (x0, y0), (x1, y1) = (tuple(map(float, point.split(","))) for point in curves[0])
+        (_, flat0), (_, flat1) = (tuple(map(float, point.split(","))) for point in curves[1])
+        assert x0 < x1
+        assert flat0 == flat1 == pytest.approx((y0 + y1) / 2, abs=0.1)  # 1 lies midway between 0 and 2
+        assert len(list(root.iter(f"{SVG}polygon"))) == 1
+        assert {"a < b", "c", "t & t", "step", "%"} <= {text.text for text in root.iter(f"{SVG}text")}
+
+    def test_of_nothing_is_still_a_picture(self):
+        ElementTree.fromstring(line_chart([Line("one", [1], [0.0])], title="", x_label="", y_label=""))
+
+
+class TestJobs:
+    def test_starts_none_behind_the_budget(self):
+        clock = itertools.count()
+        done = list(run_jobs(range(5), lambda job: (job, next(clock)), budget_s=-1))
+        assert done == []
+        assert [result for _, result in run_jobs(range(3), lambda job: job * job)] == [0, 1, 4]
+
+    @pytest.mark.slow
+    def test_in_processes_gives_the_same(self):
+        done = dict(run_jobs([1.0, 4.0, 9.0], math.sqrt, parallel=2))
+        assert done == {1.0: 1.0, 4.0: 2.0, 9.0: 3.0}
+        assert len(dict(run_jobs(range(4), math.sqrt, parallel=2, budget_s=0))) == 2
+
+
+class TestPlannedArms:
+    def test_what_is_accurate_goes_to_8_bits_in_all_roles_though_it_is_slower(self):
+        def candidate(kernel: str, role: Role, error: float, time_us: float | None) -> Candidate:
+            estimate = Estimate(error, error, error, 9)
+            recipe = "fp32" if kernel == "torch.fp32" else f"e4m3 {kernel.partition('.')[2]}"
+            forms = ("fp32", "fp32") if kernel == "torch.fp32" else (recipe, recipe)
+            times = {} if time_us is None else {64: time_us}
+            return Candidate(kernel, role, recipe, error={"mere_floored": estimate}, forms=forms, gemm_us=times)
+
+        candidates = [candidate("torch.fp32", role, 0.0, 5.0) for role in Role]
+        candidates += [candidate("reference.tensorwise", role, 0.3 if role is Role.WGRAD else 0.1, None) for role in Role]
+        candidates += [candidate("reference.rowwise", role, 0.1, None) for role in Role]
+        site = SiteSurvey("tower", 32, 32, False, False, {64: 1.0}, "torch.fp32", tuple(candidates), ())
+        environment = current_environment(device_of(CPU))
+        survey = Survey(SurveyDocument("f" * 16, environment, Format.FP32, (site,)))
+        (planned,) = make_plan(as_if_8_bits_always_paid(survey)).sites
+        assert {role: choice.kernel for role, choice in planned.kernels.items()} == {
+            Role.FPROP: "reference.tensorwise",
+            Role.DGRAD: "reference.tensorwise",
+            Role.WGRAD: "reference.rowwise",
+        }
+
+    def test_all_seeds_of_an_arm_share_a_plan_from_a_run_of_its_own(self, campaign, results):
+        said: list[str] = []
+        campaign = replace(campaign, arms=["loka"], overrides={"model": "dlrm", "steps": 3, "batch_size": 32})
+        run_campaign(campaign, results, say=said.append)
+        assert sum(line.startswith("planning") for line in said) == 1
+        (folder,) = results.json_path.with_name(f"{results.json_path.stem}-plans").iterdir()
+        n_moved = sum(site.is_low_precision for site in Plan.load(folder).sites)
+        assert [row["sites"] for row in results.rows.values()] == [n_moved, n_moved]
+        assert n_moved > 0
