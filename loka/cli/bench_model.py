@@ -1,0 +1,76 @@
+"""``loka bench model``: whole models, each arm beside compiled bf16."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+NOTES = (
+    "Speed-ups are ratios of medians over steps taken in turn with the baseline in one process; on a GPU the dense part is "
+    "compiled and the whole replayed as a CUDA graph (* launched by the host instead; – could not run). Speed-up at most: "
+    "GEMMs at twice the speed, norms and activations for nothing (Amdahl)."
+)
+
+
+def model(
+    *,
+    models: Annotated[list[str] | None, Parameter(help="All four if not given.", consume_multiple=True)] = None,
+    presets: Annotated[list[str] | None, Parameter(help="base and large if not given.", consume_multiple=True)] = None,
+    batch_sizes: Annotated[list[int] | None, Parameter(help="2048 6144 12288 if not given.", consume_multiple=True)] = None,
+    goals: Annotated[list[str] | None, Parameter(help="training and serving if not given.", consume_multiple=True)] = None,
+    arms: Annotated[list[str] | None, Parameter(help="Ways to run a model; all if not given.", consume_multiple=True)] = None,
+    device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
+    timed_steps: Annotated[int, Parameter(help="Steps of each arm that are timed.")] = 20,
+    budget_s: Annotated[float, Parameter(help="Start no arm after this many seconds.")] = float("inf"),
+    retry_failed: Annotated[bool, Parameter(help="Try again what could not run in an earlier call.")] = False,
+    out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
+    results: Annotated[Path | None, Parameter(help="Results file to continue; one of today's in --out if not given.")] = None,
+) -> None:
+    """Time whole training steps and serving calls: compiled fp32, tf32 and bf16, torchao, FBGEMM, LoKA with and without Mods.
+
+    What is in the results file is not measured again: call it again for the rest.
+
+    Example: loka bench model --models wukong --presets base --batch-sizes 2048 --arms loka torchao.rowwise
+    """
+    from loka.core.environment import current_command, current_environment
+    from loka.core.errors import UnknownName
+    from loka.core.plan import Goal
+    from loka.core.results import GatheredResults
+    from loka.kernels.device import device_named, device_of
+    from loka.models.registry import MODELS
+    from loka.train.model_arms import ARMS, BASELINE
+    from loka.train.model_bench import Cell, ModelBench
+    from loka.train.model_tables import make_tables
+
+    where = device_named(device)
+    wanted = arms or list(ARMS)
+    if unknown := [name for name in wanted if name not in ARMS]:
+        raise UnknownName(f"no arm is called {unknown[0]!r}. Known: {', '.join(ARMS)}")
+    gathered = GatheredResults(out, "model", current_environment(device_of(where)), current_command(), results)
+    bench = ModelBench(where, timed_steps=timed_steps)
+    begin = time.monotonic()
+    cells = [
+        Cell(name, preset, batch_size, Goal(goal))
+        for preset in presets or ["base", "large"]
+        for batch_size in batch_sizes or [2048, 6144, 12288]
+        for name in models or MODELS.names()
+        for goal in goals or list(Goal)
+    ]
+    for cell in cells:
+        rows = {arm: gathered.rows.get(f"{cell}/{arm}") for arm in wanted}
+        missing = [arm for arm, row in rows.items() if row is None or (retry_failed and "failed" in row)]
+        if not missing or time.monotonic() - begin > budget_s:
+            continue
+        for arm, row in bench.measure(cell, [ARMS[arm] for arm in missing if arm != BASELINE]):
+            about = {"model": cell.model, "preset": cell.preset, "batch_size": cell.batch_size, "goal": cell.goal, "arm": arm}
+            gathered.add(f"{cell}/{arm}", about | row)
+            told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f} times bf16"
+            print(f"{cell}/{arm}: {told}, after {time.monotonic() - begin:.0f} s", flush=True)
+            if time.monotonic() - begin > budget_s:
+                print("the time budget is spent: the same call again measures the rest")
+                break
+    if gathered.rows:
+        tables = f"{NOTES}\n\n{make_tables(gathered)}"
+        print(tables)
+        print(f"wrote {gathered.write_markdown(tables)} and {gathered.json_path}")

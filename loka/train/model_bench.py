@@ -1,0 +1,190 @@
+"""How fast is a whole model? ``loka bench model``: each arm's training step or serving call, timed beside compiled bf16.
+
+A training step is forward, backward and both optimizers, embeddings and metrics included; serving is look-up and forward.
+On a GPU the dense part is compiled for the batch size and the whole is replayed as a CUDA graph, so that no launch from the
+host is timed. Arm and baseline take turns step by step, and the speed-up is the ratio of their medians.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loka.core.plan import Goal
+from loka.core.survey import Survey
+from loka.data.batch import Batch
+from loka.data.dataset import open_dataset
+from loka.models.registry import build_model
+from loka.mods.apply import apply_mods
+from loka.train.config import Precision, TrainConfig
+from loka.train.loka_plan import survey_model
+from loka.train.model_arms import ARMS, BASELINE, ModelArm, Subject
+from loka.train.precision import matmul_precision
+from loka.train.step_profile import profile_step
+from loka.train.step_timer import StepTimer, step_timer, take_turns
+from loka.train.trainer import Trainer
+
+TIMED_STEPS = 20
+PROBED_STEPS = 4
+PROFILED_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table: what all arms of it do."""
+
+    model: str
+    preset: str
+    batch_size: int
+    goal: Goal
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.preset}/{self.batch_size}/{self.goal}"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An arm built, prepared, run and made ready to be timed."""
+
+    timer: StepTimer
+    trainer: Trainer
+    batch: Batch
+    did: str
+    ready_s: float  # to build, plan and compile it
+    peak_bytes: int | None  # of its weights, states and activations; None on the CPU
+
+
+class ModelBench:
+    """Times arms on one device. What was surveyed for training serves the same model's serving cell too."""
+
+    def __init__(self, device: torch.device, *, timed_steps: int = TIMED_STEPS) -> None:
+        self.device = device
+        self.timed_steps = timed_steps
+        self.data = open_dataset("synthetic", device=device, test_examples=1)
+        self._surveys: dict[tuple[object, ...], Survey] = {}
+
+    def measure(
+        self, cell: Cell, arms: Iterable[ModelArm], base: ModelArm = ARMS[BASELINE]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The row of ``base``, then each arm's; an arm that cannot run has ``failed`` with the reason instead, never fatal.
+
+        The base stays in memory, captured, so that every arm is timed beside it.
+        """
+        baseline = self._ready(cell, base)
+        yield base.name, self._row(cell, base, baseline, baseline)
+        for arm in arms:
+            # Arms share the code of their forward: without this torch would count them as recompilations of one function.
+            release_memory(self.device)
+            try:
+                yield arm.name, self._row(cell, arm, self._ready(cell, arm), baseline)
+            except Exception as error:  # libraries raise all kinds: whatever it is, the other arms go on
+                reason = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).strip().partition("\n")[0]
+                yield arm.name, {"failed": reason[:200] or type(error).__name__}
+        del baseline
+        release_memory(self.device)
+
+    def _row(self, cell: Cell, arm: ModelArm, ready: Ready, baseline: Ready) -> dict[str, Any]:
+        timers = {"baseline": baseline.timer} | ({} if ready is baseline else {"arm": ready.timer})
+        times = take_turns(timers, rounds=self.timed_steps)
+        time_of_arm, time_of_base = times.get("arm", times["baseline"]), times["baseline"]
+        row: dict[str, Any] = {
+            "time_us": asdict(time_of_arm),
+            "baseline_us": time_of_base.median_us,
+            "speedup": time_of_base.median_us / time_of_arm.median_us,
+            "is_graph": ready.timer.is_graph,
+            "did": ready.did,
+            "ready_s": ready.ready_s,
+            "peak_bytes": ready.peak_bytes,
+        }
+        if cell.goal is Goal.TRAINING and (ready is baseline or arm.is_planned):  # where the time goes before and after
+            profile = profile_step(ready.trainer, repeat(ready.batch), warmup=0, timed=2, profiled=PROFILED_STEPS)
+            row["shares"] = {str(kind): share for kind, share in profile.shares.items()} if profile.is_sound else None
+        return row
+
+    def _ready(self, cell: Cell, arm: ModelArm) -> Ready:
+        """Build the model, do what the arm asks, compile it and run it twice."""
+        begin, on_cuda = time.perf_counter(), self.device.type == "cuda"
+        before = torch.cuda.memory_allocated(self.device) if on_cuda else 0
+        trainer = self._trainer(cell, arm)
+        batches = list(islice(self.data.train(cell.batch_size), 2))
+        survey = self._survey(cell, arm, trainer, batches) if arm.is_planned else None
+        dtype = torch.bfloat16 if cell.goal is Goal.SERVING and arm.precision is Precision.BF16 else torch.float32
+        if cell.goal is Goal.SERVING:
+            trainer.model.eval()
+            trainer.model.dense_part.to(dtype)
+            trainer.dense_optimizer.state.clear()  # of the steps it was probed in
+        example = dense_arguments(trainer, batches[0], dtype)
+        did = arm.prepare(Subject(trainer.model.dense_part, example, cell.goal, survey))
+        if on_cuda:
+            trainer.model.dense_part.compile(dynamic=False)
+            trainer.config = replace(trainer.config, compile=True)  # for the profile to tell its kernels
+            torch.cuda.reset_peak_memory_stats(self.device)  # probing is over, and compiling shows in no step's memory
+        step = training_step(trainer, batches[0]) if cell.goal is Goal.TRAINING else serving_call(trainer, batches[0], dtype)
+        for _ in range(2):  # the first makes the optimizers' states
+            step()
+        peak = torch.cuda.max_memory_allocated(self.device) - before if on_cuda else None
+        return Ready(step_timer(step, self.device), trainer, batches[0], did, time.perf_counter() - begin, peak)
+
+    def _trainer(self, cell: Cell, arm: ModelArm) -> Trainer:
+        config = TrainConfig(
+            cell.model,
+            cell.preset,
+            batch_size=cell.batch_size,
+            lr=1e-5,  # the same batch again and again: keep the weights where they are
+            warmup_steps=0,
+            precision=arm.precision,
+            device=str(self.device),
+            out=None,
+        )
+        torch.manual_seed(0)
+        with torch.device(self.device):  # first weights made in place: a large model's would take minutes on the CPU
+            model = build_model(cell.model, cell.preset, self.data.schema)
+        if arm.mods:
+            batch = next(self.data.train(64))
+            with torch.no_grad():
+                apply_mods(model.dense_part, arm.mods, example=(batch.dense_BD, *model.embeddings(batch)))
+        trainer = Trainer(model, config)
+        for group in trainer.dense_optimizer.param_groups:
+            group["capturable"] = self.device.type == "cuda"
+        return trainer
+
+    def _survey(self, cell: Cell, arm: ModelArm, trainer: Trainer, batches: Sequence[Batch]) -> Survey:
+        key = (cell.model, cell.preset, cell.batch_size, arm.mods)
+        if key not in self._surveys:
+            self._surveys[key] = survey_model(trainer, islice(cycle(batches), PROBED_STEPS), every=2)
+        return self._surveys[key]
+
+
+def training_step(trainer: Trainer, batch: Batch) -> Callable[[], object]:
+    def step() -> None:
+        with matmul_precision(trainer.config.precision):
+            trainer.step(batch)
+
+    return step
+
+
+def serving_call(trainer: Trainer, batch: Batch, dtype: torch.dtype) -> Callable[[], object]:
+    def serve() -> Tensor:
+        with torch.no_grad(), matmul_precision(trainer.config.precision):
+            return trainer.model.dense_part(*dense_arguments(trainer, batch, dtype)).float()
+
+    return serve
+
+
+def dense_arguments(trainer: Trainer, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """What the dense part reads of ``batch``; floating tensors in ``dtype``."""
+    with torch.no_grad():
+        tensors = (batch.dense_BD, *trainer.model.embeddings(batch))
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+
+
+def release_memory(device: torch.device) -> None:
+    torch._dynamo.reset()  # each shape is compiled for itself, not as a dynamic version of the one before
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

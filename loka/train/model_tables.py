@@ -1,0 +1,95 @@
+"""The tables of ``loka bench model``: speed-ups, where a step's time goes, memory, and what was done or could not be."""
+
+from typing import Any
+
+from loka.core.plan import Goal
+from loka.core.results import GatheredResults, markdown_table
+from loka.train.step_profile import Kind
+
+BASELINE = "bf16"
+Rows = dict[str, dict[str, Any]]  # arm → row
+Cells = dict[tuple[str, str, int], Rows]
+
+
+def make_tables(results: GatheredResults) -> str:
+    parts = []
+    for goal, what in ((Goal.TRAINING, "Training step"), (Goal.SERVING, "Serving")):
+        cells = _cells(results, goal)
+        if cells:
+            parts.append(f"{what}: speed-up over {BASELINE}\n\n{_speedups(cells)}")
+        if any(row.get("peak_bytes") for rows in cells.values() for row in rows.values()):
+            parts.append(f"{what}: peak memory of weights, states and activations, GiB\n\n{_memory(cells)}")
+    parts.append(f"Where a training step's kernel time goes\n\n{_shares(_cells(results, Goal.TRAINING))}")
+    parts.append(f"What was done, and what could not be\n\n{_deeds(results)}")
+    return "\n".join(parts)
+
+
+def ceiling(shares: dict[str, float]) -> float:
+    """How much faster a step could get (Amdahl): its GEMMs at twice the speed, its norms and activations for nothing."""
+    return 1 / (1 - shares[Kind.GEMM] / 2 - shares[Kind.ELEMENTWISE])
+
+
+def _cells(results: GatheredResults, goal: Goal) -> Cells:
+    cells: Cells = {}
+    for row in results.rows.values():
+        if row["goal"] == goal:
+            cells.setdefault((row["model"], row["preset"], row["batch_size"]), {})[row["arm"]] = row
+    return cells
+
+
+def _names(cell: tuple[str, str, int]) -> list[str]:
+    model, preset, batch_size = cell
+    return [model, preset, str(batch_size)]
+
+
+def _arms(cells: Cells) -> list[str]:
+    return list(dict.fromkeys(arm for rows in cells.values() for arm in rows))
+
+
+def _speedups(cells: Cells) -> str:
+    arms = [arm for arm in _arms(cells) if arm != BASELINE]
+    table = []
+    for cell, rows in cells.items():
+        base = rows.get(BASELINE, {})
+        milliseconds = f"{base['time_us']['median_us'] / 1e3:.2f}" if "time_us" in base else "–"
+        table.append([*_names(cell), milliseconds, *(_speedup(rows.get(arm)) for arm in arms)])
+    return markdown_table(["model", "preset", "batch", f"{BASELINE}, ms", *arms], table)
+
+
+def _speedup(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "failed" in row:
+        return "–"
+    return f"{row['speedup']:.2f}" + ("" if row["is_graph"] else "*")
+
+
+def _memory(cells: Cells) -> str:
+    arms = _arms(cells)
+
+    def gibibytes(row: dict[str, Any] | None) -> str:
+        return "" if row is None or row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**30:.1f}"
+
+    table = [[*_names(cell), *(gibibytes(rows.get(arm)) for arm in arms)] for cell, rows in cells.items()]
+    return markdown_table(["model", "preset", "batch", *arms], table)
+
+
+def _shares(cells: Cells) -> str:
+    table = []
+    for cell, rows in cells.items():
+        for arm, row in rows.items():
+            shares = row.get("shares")
+            if shares:
+                most = f"{ceiling(shares):.2f}" if arm == BASELINE else ""
+                table.append([*_names(cell), arm, *(f"{100 * shares[kind]:.1f} %" for kind in Kind), most])
+    return markdown_table(["model", "preset", "batch", "arm", *map(str, Kind), "speed-up at most"], table)
+
+
+def _deeds(results: GatheredResults) -> str:
+    """Each arm's outcomes, told once with the cells they hold for."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for key, row in results.rows.items():
+        text = f"could not run: {row['failed']}" if "failed" in row else row["did"]
+        if text:
+            cells.setdefault((row["arm"], text), []).append(key.removesuffix(f"/{row['arm']}"))
+    return "\n".join(f"- {arm}: {text} ({', '.join(keys)})" for (arm, text), keys in cells.items()) + "\n"

@@ -1,0 +1,129 @@
+"""``loka bench model``: the arms do what they are called, are timed in turn, and the tables say what the rows hold."""
+
+import pytest
+import torch
+
+from loka.core.environment import current_environment
+from loka.core.plan import Goal
+from loka.core.results import GatheredResults
+from loka.kernels.device import device_of
+from loka.nn.linear import LokaLinear
+from loka.train.fp8_everywhere import apply_everywhere
+from loka.train.model_arms import ARMS, BASELINE
+from loka.train.model_bench import Cell, ModelBench
+from loka.train.model_tables import ceiling, make_tables
+from loka.train.step_profile import Kind
+from loka.train.step_timer import StepTimer, step_timer, take_turns
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModelBench:
+    return ModelBench(CPU, timed_steps=3)
+
+
+@pytest.mark.parametrize("goal", list(Goal))
+def test_every_arm_gives_a_row_or_a_reason(bench, goal):
+    arms = [ARMS[name] for name in ("fp32", "mods", "fbgemm", "torchao.rowwise")]
+    rows = dict(bench.measure(Cell("dlrm", "tiny", 32, goal), arms))
+    assert rows["fbgemm"]["failed"].startswith("kernel fbgemm.rowwise cannot run on")
+    for arm in (BASELINE, "fp32", "mods"):
+        row = rows[arm]
+        assert row["speedup"] == pytest.approx(row["baseline_us"] / row["time_us"]["median_us"])
+        assert row["time_us"]["rounds"] == 3
+    assert ("shares" in rows[BASELINE]) is (goal is Goal.TRAINING)
+
+
+def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
+    served = bench._ready(Cell("dlrm", "tiny", 32, Goal.SERVING), ARMS[BASELINE]).trainer
+    assert {parameter.dtype for parameter in served.model.dense_part.parameters()} == {torch.bfloat16}
+    assert served.steps_done == 0
+    trained = bench._ready(Cell("dlrm", "tiny", 32, Goal.TRAINING), ARMS[BASELINE]).trainer
+    assert {parameter.dtype for parameter in trained.model.dense_part.parameters()} == {torch.float32}  # autocast
+    assert trained.steps_done == 2
+
+
+class TestEverywhere:
+    def test_moves_what_the_kernel_takes_and_says_why_not_the_rest(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2)
+        )
+        x = torch.randn(8, 32)
+        expected = model(x)
+        weights = dict(model.named_parameters())
+        done = apply_everywhere(model, (x,), "reference.rowwise")
+        assert done.moved == ("0", "2")
+        assert done.left == {"4": "is a prediction head"}
+        assert isinstance(model[0], LokaLinear)
+        assert all(parameter is weights[name] for name, parameter in model.named_parameters())
+        error = (model(x) - expected).norm() / expected.norm()
+        assert 1e-3 < error < 0.1
+
+    def test_a_refused_role_keeps_the_site_where_it_trains(self):
+        def moved(trains: bool) -> tuple[str, ...]:
+            model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+            return apply_everywhere(model, (torch.randn(4, 32),), "reference.static", trains=trains).moved
+
+        assert moved(False) == ("0",)
+        assert moved(True) == ()  # dgrad reads no x, so it has no static scale
+
+
+class TestTimer:
+    def test_takes_turns_and_gives_the_median(self):
+        order = []
+        times = {"a": iter([1.0, 9.0, 2.0]), "b": iter([5.0, 5.0, 5.0])}
+
+        def timer(name: str) -> StepTimer:
+            def run() -> float:
+                order.append(name)
+                return next(times[name])
+
+            return StepTimer(run, is_graph=False)
+
+        timings = take_turns({"a": timer("a"), "b": timer("b")}, rounds=3)
+        assert order == ["a", "b"] * 3
+        assert (timings["a"].median_us, timings["b"].median_us) == (2.0, 5.0)
+
+    @pytest.mark.gpu
+    def test_replays_a_step_and_launches_what_cannot_be_captured(self):
+        x = torch.zeros((), device="cuda")
+        timer = step_timer(lambda: x.add_(1), torch.device("cuda"))
+        before = x.item()
+        assert timer.is_graph
+        assert timer.run() > 0
+        assert x.item() == before + 1
+        waits = step_timer(lambda: x.item(), torch.device("cuda"))
+        assert not waits.is_graph
+        assert waits.run() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("goal", list(Goal))
+def test_a_whole_step_is_captured_on_a_gpu(goal):
+    arms = [ARMS["fp32"], ARMS["mods"]]
+    rows = dict(ModelBench(torch.device("cuda"), timed_steps=3).measure(Cell("dlrm", "small", 256, goal), arms))
+    assert all(row["is_graph"] and row["peak_bytes"] > 0 for row in rows.values())
+
+
+class TestTables:
+    def test_say_what_the_rows_hold(self, tmp_path):
+        results = GatheredResults(tmp_path, "model", current_environment(device_of(CPU)), "loka bench model")
+        about = {"model": "wukong", "preset": "base", "batch_size": 2048, "goal": "training", "did": "", "is_graph": True}
+        shares = dict.fromkeys(map(str, Kind), 0.0) | {Kind.GEMM: 0.5, Kind.ELEMENTWISE: 0.25, Kind.REST: 0.25}
+        base = {"time_us": {"median_us": 4000.0}, "speedup": 1.0, "peak_bytes": 3 << 30, "shares": shares}
+        results.add("wukong/base/2048/training/bf16", about | {"arm": "bf16"} | base)
+        loka = {"arm": "loka", "speedup": 1.333, "did": "7 of 9 sites", "peak_bytes": 2 << 30, "shares": None}
+        results.add("wukong/base/2048/training/loka", about | loka)
+        results.add("wukong/base/2048/training/fbgemm", about | {"arm": "fbgemm", "failed": "no library"})
+        tables = make_tables(results)
+        assert "| wukong | base | 2048 | 4.00 | 1.33 | – |" in tables
+        assert "| wukong | base | 2048 | 3.0 | 2.0 |  |" in tables
+        assert "| 50.0 % | 0.0 % | 25.0 % | 0.0 % | 0.0 % | 0.0 % | 25.0 % | 2.00 |" in tables
+        assert "- loka: 7 of 9 sites (wukong/base/2048/training)" in tables
+        assert "- fbgemm: could not run: no library" in tables
+        assert "Serving" not in tables
+
+    def test_the_ceiling_is_amdahls(self):
+        assert ceiling({Kind.GEMM: 0.8, Kind.ELEMENTWISE: 0.1}) == pytest.approx(1 / (0.1 + 0.4))
