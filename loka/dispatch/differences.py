@@ -40,24 +40,29 @@ def _refuse(name: str, what: str) -> None:
 def refuse_other_model(sites: dict[str, nn.Linear], plan: Plan) -> None:
     """Another model's plan is never applied, not even in part."""
     here = fingerprint((name, site.in_features, site.out_features, site.bias is not None) for name, site in sites.items())
-    if here == plan.document.fingerprint:
+    different = _different_sites(sites, plan)
+    if here == plan.document.fingerprint and not different:
         return
-    planned = {site.site: (site.k, site.n) for site in plan.sites}
-    shapes = {name: (site.in_features, site.out_features) for name, site in sites.items()}
-    different = [
-        *(f"{name} is not in this model" for name in planned if name not in shapes),
-        *(f"{name} is not in the plan" for name in shapes if name not in planned),
-        *(
-            f"{name} is {_shape(shapes[name])} here and {_shape(planned[name])} in the plan"
-            for name in planned
-            if name in shapes and shapes[name] != planned[name]
-        ),
-    ] or ["its sites have the same names and shapes, but not the same biases"]
+    different = different or ["its sites have the same names and shapes, but not the same biases"]
     more = f", and {len(different) - 3} more" if len(different) > 3 else ""
     raise InvalidInput(
         f"this plan is of another model (fingerprint {plan.document.fingerprint}, this model's is {here}): "
         f"{'; '.join(different[:3])}{more}. Probe this model and make its own plan"
     )
+
+
+def _different_sites(sites: dict[str, nn.Linear], plan: Plan) -> list[str]:
+    planned = {site.site: f"{site.k}×{site.n}" for site in plan.sites}
+    here = {name: f"{site.in_features}×{site.out_features}" for name, site in sites.items()}
+    return [
+        *(f"{name} is not in this model" for name in planned if name not in here),
+        *(f"{name} is not in the plan" for name in here if name not in planned),
+        *(
+            f"{name} is {here[name]} here and {planned[name]} in the plan"
+            for name in planned
+            if name in here and here[name] != planned[name]
+        ),
+    ]
 
 
 def environment_differences(model: nn.Module, plan: Plan) -> list[str]:
@@ -77,7 +82,3 @@ def _version_differences(then: Environment, now: Environment) -> list[str]:
         for library, version in versions_then.items()
         if versions_now.get(library) != version
     ]
-
-
-def _shape(shape: tuple[int, int]) -> str:
-    return f"{shape[0]}×{shape[1]}"

@@ -1,0 +1,191 @@
+"""``check_plan``: the joint check of a plan on held-out batches, quality and end-to-end time, giving sites back.
+
+Errors of sites add and cancel, and what wins at one site need not win in a model, so the whole is tried as it will run.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.errors import InvalidInput
+from loka.core.plan import Goal, Plan
+from loka.dispatch.apply import OnMissing, apply_plan, restore
+from loka.dispatch.swap import applied_to, put_back, put_in, unwrapped
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One trial of the whole plan. ``gave_back`` is the site that went to high precision after it, if any."""
+
+    sites: int
+    loss: float
+    loss_change: float  # relative to high precision: 0.0002 is 0.02 %
+    step_us: float
+    baseline_us: float  # the same step in high precision, taken in turns
+    gave_back: str | None = None
+
+    @property
+    def speedup(self) -> float:
+        return self.baseline_us / self.step_us
+
+
+@dataclass(frozen=True)
+class CheckedPlan:
+    """The plan that passed, and what was found on the way."""
+
+    plan: Plan
+    baseline_loss: float
+    rounds: tuple[Round, ...]
+    alone: dict[
+        str, float
+    ]  # the relative change of loss that each site makes by itself; empty where the whole was good at once
+
+    @property
+    def given_back(self) -> tuple[str, ...]:
+        return tuple(one.gave_back for one in self.rounds if one.gave_back)
+
+    def __str__(self) -> str:
+        last = self.rounds[-1]
+        found = f"loss {last.loss_change:+.4%} of high precision's {self.baseline_loss:.5g}, {last.speedup:.2f}× as fast"
+        gave = f"; given back: {', '.join(self.given_back)}" if self.given_back else ""
+        return f"{last.sites} sites in low precision: {found}{gave}"
+
+
+def check_plan(
+    model: nn.Module,
+    plan: Plan,
+    batches: Iterable[Any],
+    *,
+    loss: Loss,
+    max_loss_change: float = 2e-4,
+    min_speedup: float = 1.0,
+    on_missing: OnMissing = "error",
+    repeats: int = 5,
+) -> CheckedPlan:
+    """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back, worst first, until the whole passes.
+
+    It passes when the mean loss is at most ``max_loss_change`` above high precision's, relatively, and a step (forward and
+    backward for a training plan, forward for serving) at least ``min_speedup`` times as fast. Quality decides first: the sites
+    that raise the loss most by themselves go. Then time: those that the plan expects to save least. ``loss(model, batch)`` is a
+    scalar, of which forward alone is judged: gradients are held by the plan's limit at each role.
+    The model is left as it was, without a plan.
+    """
+    if applied_to(model) is not None:
+        raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
+    held_out = list(batches)
+    if not held_out:
+        raise InvalidInput("there is nothing to check on: give at least one held-out batch")
+    trial = _Trial(model, held_out, loss, plan.document.goal, repeats)
+    with left_as_it_was(model):
+        baseline_loss = trial.mean_loss()
+        rounds: list[Round] = []
+        alone: dict[str, float] = {}
+        while True:
+            planned = [site for site in plan.sites if site.is_low_precision]
+            tried = trial.whole(plan, baseline_loss, on_missing)
+            too_bad = not tried.loss_change <= max_loss_change
+            if not planned or not (too_bad or tried.speedup < min_speedup):
+                return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone)
+            if too_bad:
+                alone = alone or {site.site: trial.alone(plan, site.site, baseline_loss, on_missing) for site in planned}
+                worst = max(planned, key=lambda site: alone[site.site]).site
+                why = f"alone it changes the loss by {alone[worst]:+.3%}, and the whole plan did by {tried.loss_change:+.3%}"
+            else:
+                worst = min(planned, key=lambda site: site.baseline_us - site.time_us).site
+                why = f"the whole plan ran {tried.speedup:.2f}× as fast as high precision, and this site saves least"
+            rounds.append(replace(tried, gave_back=worst))
+            plan = plan.giving_back({worst: f"given back by check_plan: {why}"})
+
+
+@dataclass(frozen=True)
+class _Trial:
+    model: nn.Module
+    batches: list[Any]
+    loss: Loss
+    goal: Goal
+    repeats: int
+
+    def mean_loss(self) -> float:
+        """Over the batches, in eval mode."""
+        self.model.eval()
+        with torch.no_grad():
+            return statistics.fmean(float(self.loss(self.model, batch)) for batch in self.batches)
+
+    def alone(self, plan: Plan, site: str, baseline_loss: float, on_missing: OnMissing) -> float:
+        """The relative change of loss with ``site`` alone in low precision."""
+        others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
+        apply_plan(self.model, plan.giving_back(others), on_missing=on_missing)
+        try:
+            change = (self.mean_loss() - baseline_loss) / abs(baseline_loss)
+            return math.inf if math.isnan(change) else change
+        finally:
+            restore(self.model)
+
+    def whole(self, plan: Plan, baseline_loss: float, on_missing: OnMissing) -> Round:
+        """The plan as it will run: its loss, and the time of a step beside high precision's, taken in turns."""
+        applied = apply_plan(self.model, plan, on_missing=on_missing)
+        swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
+        inner = unwrapped(self.model)
+        try:
+            loss = self.mean_loss()
+            planned_us, plain_us = [self._pass_us()], []  # the first of each warms up
+            put_back(inner, swaps)
+            plain_us.append(self._pass_us())
+            for _ in range(self.repeats):
+                put_in(inner, swaps)
+                planned_us.append(self._pass_us())
+                put_back(inner, swaps)
+                plain_us.append(self._pass_us())
+            put_in(inner, swaps)
+        finally:
+            restore(self.model)
+        step_us, baseline_us = (statistics.median(times[1:]) for times in (planned_us, plain_us))
+        change = (loss - baseline_loss) / abs(baseline_loss)
+        return Round(len(applied.sites), loss, change, step_us, baseline_us)
+
+    def _pass_us(self) -> float:
+        """The time of a step, over one pass through the batches."""
+        is_training = self.goal is Goal.TRAINING
+        self.model.train(is_training)
+        start = self._now()
+        for batch in self.batches:
+            with torch.set_grad_enabled(is_training):
+                value = self.loss(self.model, batch)
+            if is_training:
+                value.backward()
+                self.model.zero_grad()
+        return 1e6 * (self._now() - start) / len(self.batches)
+
+    def _now(self) -> float:
+        if next(self.model.parameters()).device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Gradients, buffers, mode and torch's random numbers are behind the block what they were in front of it."""
+    modes = {module: module.training for module in model.modules()}
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
+    model.zero_grad()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,199 @@
+"""The Guard: watches a planned model while it trains, and takes a site back when its data has drifted too far."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
+from loka.core.record import Record
+from loka.dispatch.apply import give_back
+from loka.dispatch.drift import SiteCasts, feature_energy, predicted_errors
+from loka.dispatch.planned import PlannedLinear
+from loka.dispatch.swap import AppliedPlan, required_applied, unwrapped
+from loka.nn.fused_block import FusedBlock
+
+logger = logging.getLogger("loka")
+
+SLACK = 1.5  # over the plan's own limit: a check sees few rows, and noise should trip nothing
+
+
+@dataclass(frozen=True)
+class GuardEvent:
+    """A site that went back to high precision."""
+
+    step: int
+    site: str
+    role: Role
+    error: float  # predicted on the rows of this step
+    recorded_error: float  # the same on rows drawn from the Record
+    bound: float
+
+    def __str__(self) -> str:
+        drift = f"the predicted error of its {self.role} is {self.error:.3g}, past {self.bound:.3g}"
+        recorded = f"it was {self.recorded_error:.3g} on the Record"
+        return (
+            f"step {self.step}: {self.site} goes back to high precision: {drift} ({recorded}). A compiled model compiles again"
+        )
+
+
+class Guard:
+    """Checks every ``every``-th step whether the planned sites still see data like the Record's.
+
+    Put ``with guard.step():`` around the training step. A check runs the step eager with hooks on, predicts each site's error
+    from ``rows`` of its rows, and waits for the device once; the steps between touch nothing. A site whose error is past
+    ``max_error`` (by default 1.5 times the plan's limit of that role) returns to high precision for good, which is logged and
+    kept in ``events``.
+    """
+
+    def __init__(
+        self, model: nn.Module, record: Record, *, every: int = 100, max_error: float | None = None, rows: int = 256
+    ) -> None:
+        for name, value in (("every", every), ("rows", rows)):
+            if value < 1:
+                raise InvalidInput(f"{name} must be at least 1, got {value}")
+        if max_error is not None and not max_error > 0:
+            raise InvalidInput(f"max_error must be above 0, got {max_error}")
+        self._model = unwrapped(model)
+        applied = required_applied(self._model)
+        if record.fingerprint != applied.plan.document.fingerprint:
+            raise InvalidInput(
+                f"the record is of another model (fingerprint {record.fingerprint}) than the plan that is applied "
+                f"({applied.plan.document.fingerprint}): give the Record that the plan was made from"
+            )
+        limits = applied.plan.document.max_error
+        self.bounds = {role: SLACK * limits[role] if max_error is None else max_error for role in Role}
+        self.every, self.rows = every, rows
+        self.steps_seen = 0
+        self.events: list[GuardEvent] = []
+        self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one training step, forward and backward."""
+        is_check = self.steps_seen % self.every == 0
+        self.steps_seen += 1
+        if not is_check:
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"), _watching(self._sites, self.rows) as seen:
+            yield
+        self._check(seen)
+
+    @torch.no_grad()
+    def _check(self, seen: "dict[str, _Seen]") -> None:
+        errors = {
+            (site, role): error
+            for site, rows in seen.items()
+            for role, error in self._sites[site].errors(rows.x_RK, rows.dy_RN).items()
+        }
+        if not errors:
+            return
+        values = torch.stack(list(errors.values())).tolist()  # the one wait
+        worst: dict[str, tuple[float, Role, float]] = {}
+        for (site, role), error in zip(errors, values, strict=True):
+            excess = math.inf if math.isnan(error) else error / self.bounds[role]
+            if excess > worst.get(site, (1.0,))[0]:
+                worst[site] = (excess, role, error)
+        for site, (_, role, error) in worst.items():
+            self._give_back(site, role, error)
+
+    def _give_back(self, site: str, role: Role, error: float) -> None:
+        recorded = self._sites.pop(site).recorded.get(role, math.nan)
+        event = GuardEvent(self.steps_seen - 1, site, role, error, recorded, self.bounds[role])
+        give_back(self._model, site, f"given back by the Guard at step {event.step}: predicted error {error:.3g} at {role}")
+        self._follow_swaps()
+        self.events.append(event)
+        logger.warning("%s", event)
+
+    def _follow_swaps(self) -> None:
+        """A block of the same chain was bound anew: watch the module that stands there now."""
+        applied = required_applied(self._model)
+        for site, watched in self._sites.items():
+            watched.module = applied.module(site)
+
+
+@dataclass
+class _Seen:
+    x_RK: Tensor
+    dy_RN: Tensor | None = None
+
+
+@dataclass
+class _Watched:
+    """A planned site, and what its errors were on the Record."""
+
+    module: nn.Module
+    casts: SiteCasts
+    features_K: Tensor | None
+    energy_K: Tensor
+    recorded: Mapping[Role, float]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, applied: AppliedPlan, site: str, record: Record, rows: int) -> "_Watched":
+        module = applied.module(site)
+        device = next(module.parameters()).device
+        if site not in record.sites or not record.sites[site].was_called:
+            raise InvalidInput(
+                f"the record knows no values of {site}, which is planned: probe the model again, steps that run it"
+            )
+        x_RK, dy_RN = record.sites[site].sample(rows, torch.Generator(device).manual_seed(0))
+        casts, features_K = SiteCasts.of_block(), None
+        if isinstance(module, PlannedLinear):
+            casts, features_K = SiteCasts.of(module.executor), module._buffers["_transform_vector"]
+        energy_K = feature_energy(x_RK, _weight(module), casts.transform, features_K)
+        watched = cls(module, casts, features_K, energy_K, {})
+        watched.recorded = {role: float(error) for role, error in watched.errors(x_RK, dy_RN).items()}
+        return watched
+
+    def errors(self, x_RK: Tensor, dy_RN: Tensor | None) -> dict[Role, Tensor]:
+        with torch.autocast(x_RK.device.type, enabled=False):
+            return predicted_errors(self.casts, x_RK, dy_RN, _weight(self.module), self.features_K, self.energy_K)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    return module.get_parameter("weight").detach().float()
+
+
+def _is_watched(applied: AppliedPlan, site: str) -> bool:
+    """A block behind another takes what a norm has bounded: nothing of it can drift."""
+    module = applied.module(site)
+    return not (isinstance(module, FusedBlock) and module.follows)
+
+
+@contextmanager
+def _watching(sites: "Mapping[str, _Watched]", rows: int) -> "Iterator[dict[str, _Seen]]":
+    """The rows of the last call of every site in the block, with the gradients of its output where there are any."""
+    seen: dict[str, _Seen] = {}
+
+    def watch(site: str) -> "torch.utils.hooks.RemovableHandle":
+        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            x_MK = args[0].detach().reshape(-1, args[0].shape[-1])
+            if not x_MK.shape[0]:
+                return
+            picked = _pick(x_MK, rows)
+            seen[site] = now = _Seen(x_MK[picked].float())
+            if output.requires_grad:
+                output.register_hook(lambda dy: setattr(now, "dy_RN", dy.detach().reshape(-1, dy.shape[-1])[picked].float()))
+
+        return sites[site].module.register_forward_hook(hook)
+
+    handles = [watch(site) for site in sites]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pick(x_MK: Tensor, rows: int) -> Tensor:
+    """Rows at even distances, and the one with the largest value, on which a tensor's scale hangs; chosen on the device."""
+    even = torch.linspace(0, x_MK.shape[0] - 1, min(rows, x_MK.shape[0]), device=x_MK.device).long()
+    largest = x_MK.abs().amax(1).argmax()
+    return torch.cat([even, largest[None]])

@@ -1,0 +1,107 @@
+"""The joint check: sites planted to hurt, or to be slow, are given back; the model is left as it was."""
+
+import msgspec
+import pytest
+import torch
+from plans import ROWWISE, batch, plan_for, tower
+from torch import Tensor, nn
+
+import loka
+from loka.core.errors import InvalidInput
+from loka.core.plan import Goal, Plan
+from loka.dispatch.check import CheckedPlan
+from loka.dispatch.swap import applied_to
+from loka.kernels.executor import SiteKernels
+
+STATIC = SiteKernels("reference.static", "reference.rowwise", "reference.static")  # holds values up to 16
+BATCHES = [batch(60, seed) for seed in range(3)]
+SITES = ("bottom", "top.0", "top.2")
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    """What the plain tower says is the truth, so that every error of a kernel is a loss."""
+    truth = tower()(x).detach()
+    return 1 + (model(x) - truth).square().mean() / truth.square().mean()
+
+
+def check(plan: Plan, model: nn.Module | None = None, batches: list[Tensor] = BATCHES, **limits: object) -> CheckedPlan:
+    limits = {"min_speedup": 0.0, "repeats": 1, **limits}  # emulated kernels are slow, which only the last test is about
+    return loka.check_plan(model or tower(), plan, batches, loss=loss, **limits)  # type: ignore[arg-type]
+
+
+def test_a_plan_that_is_good_passes_at_once() -> None:
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+    checked = check(plan, max_loss_change=0.05)
+    assert checked.plan is plan
+    assert len(checked.rounds) == 1
+    assert checked.given_back == ()
+    (only,) = checked.rounds
+    assert (only.sites, checked.baseline_loss) == (3, pytest.approx(1))
+    assert 0 < only.loss_change < 0.05
+    assert only.loss == pytest.approx(1 + only.loss_change)
+    assert "3 sites in low precision" in str(checked)
+
+
+@pytest.mark.parametrize("goal", Goal)
+def test_the_site_that_hurts_is_given_back_and_the_others_stay(goal: Goal) -> None:
+    """Inputs up to 400 saturate a static scale at the first layer alone."""
+    large = [100 * x for x in BATCHES]
+    checked = check(
+        plan_for(tower(), dict.fromkeys(SITES, ROWWISE) | {"bottom": STATIC}, goal=goal), batches=large, max_loss_change=0.05
+    )
+    assert checked.given_back == ("bottom",)
+    assert checked.alone["bottom"] > 10 * max(checked.alone["top.0"], checked.alone["top.2"])
+    assert [one.gave_back for one in checked.rounds] == ["bottom", None]
+    assert checked.rounds[0].loss_change > 0.05 >= checked.rounds[1].loss_change
+    by_name = {site.site: site for site in checked.plan.sites}
+    assert not by_name["bottom"].is_low_precision
+    assert by_name["bottom"].reason.startswith("given back by check_plan: alone it changes the loss by +")
+    assert {refusal.kernel for refusal in by_name["bottom"].refused} >= {"reference.static"}
+    assert by_name["top.0"].is_low_precision
+
+
+def test_a_limit_that_nothing_meets_gives_all_back_worst_first() -> None:
+    checked = check(plan_for(tower(), dict.fromkeys(SITES, ROWWISE)), max_loss_change=0.0)
+    assert set(checked.given_back) == set(SITES)
+    assert list(checked.given_back) == sorted(SITES, key=lambda site: -checked.alone[site])
+    assert checked.rounds[-1].loss_change == 0
+    assert not any(site.is_low_precision for site in checked.plan.sites)
+
+
+def test_a_plan_that_is_slower_as_a_whole_gives_back_what_saves_least() -> None:
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+    saves = {"bottom": 30.0, "top.0": 10.0, "top.2": 20.0, "head": 0.0}
+    sites = tuple(msgspec.structs.replace(site, time_us=100 - saves[site.site]) for site in plan.sites)
+    slow = Plan(msgspec.structs.replace(plan.document, sites=sites), {})
+    checked = check(slow, max_loss_change=1.0, min_speedup=1.2, repeats=3)  # float64 emulation is never that fast
+    assert checked.given_back == ("top.0", "top.2", "bottom")
+    assert checked.rounds[0].speedup < 1
+    assert "ran" in next(site.reason for site in checked.plan.sites if site.site == "top.0")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 1)).train()
+    model[3].eval()
+    model(batch()).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradient = model[0].weight.grad
+    plan = plan_for(model, {"0": ROWWISE})
+    random = torch.get_rng_state()
+    loka.check_plan(model, plan, BATCHES, loss=lambda m, x: m(x).square().mean(), max_loss_change=1.0, min_speedup=0, repeats=1)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[0].weight.grad is gradient
+    assert (model[0].training, model[3].training) == (True, False)
+    assert applied_to(model) is None
+    assert type(model[0]) is nn.Linear
+
+
+def test_mistakes_get_a_message() -> None:
+    model = tower()
+    plan = plan_for(model, {"bottom": ROWWISE})
+    with pytest.raises(InvalidInput, match="nothing to check on: give at least one held-out batch"):
+        check(plan, batches=[])
+    loka.apply_plan(model, plan)
+    with pytest.raises(InvalidInput, match=r"applies the plan itself: loka.restore\(model\) first"):
+        check(plan, model)

@@ -1,0 +1,161 @@
+"""The Guard: trips on data that 8 bits no longer hold, and on nothing else."""
+
+import logging
+
+import pytest
+import torch
+from plans import batch, plan_for, tower
+from torch import Tensor, nn
+
+import loka
+from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
+from loka.core.recipe import Format, Scaling, Transform
+from loka.core.record import Record
+from loka.dispatch.drift import Cast, SiteCasts, feature_energy, predicted_errors
+from loka.dispatch.planned import PlannedLinear
+from loka.kernels.executor import SiteKernels
+from loka.numerics.metrics import mere_floored
+
+INT8 = SiteKernels.same("reference.int8_rowwise")
+
+
+def train_step(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def record_of(model: nn.Module) -> Record:
+    probe = loka.Probe(model, every=1)
+    for seed in range(4):
+        with probe.step():
+            train_step(model, batch(200, seed))
+    probe.detach()
+    return probe.record()
+
+
+def guarded(kernels: SiteKernels = INT8, **options: object) -> tuple[nn.Module, loka.Guard]:
+    model = tower()
+    record = record_of(model)
+    loka.apply_plan(model, plan_for(model, {"bottom": kernels, "top.0": kernels}))
+    return model, loka.Guard(model, record, **options)  # type: ignore[arg-type]
+
+
+def run(model: nn.Module, guard: loka.Guard, batches: list[Tensor]) -> None:
+    for x in batches:
+        with guard.step():
+            train_step(model, x)
+
+
+def drifted(x: Tensor) -> Tensor:
+    return torch.cat([1000 * x[:, :3], x[:, 3:]], 1)
+
+
+def test_it_trips_within_two_checks_and_returns_the_site_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, guard = guarded(every=5)
+    healthy = [batch(100, seed) for seed in range(20)]
+    run(model, guard, healthy)
+    assert guard.events == []
+    with caplog.at_level(logging.WARNING, logger="loka"):
+        run(model, guard, [drifted(x) for x in healthy])
+    assert [event.site for event in guard.events] == ["bottom"]
+    (event,) = guard.events
+    assert event.step <= 20 + 2 * 5
+    assert event.error > event.bound > event.recorded_error
+    assert event.bound == pytest.approx(1.5 * 0.2)
+    assert type(model.bottom) is nn.Linear
+    assert isinstance(model.top[0], PlannedLinear)  # behind the drift, its own input is as large but even
+    assert len(caplog.records) == 1
+    assert "bottom goes back to high precision" in caplog.text
+    assert "compiles again" in caplog.text
+    loka.restore(model)
+    assert type(model.top[0]) is nn.Linear
+
+
+def test_what_a_dynamic_scale_takes_in_its_stride_trips_nothing() -> None:
+    model, guard = guarded(every=1)
+    run(model, guard, [1000 * batch(100, 7), 0.001 * batch(100, 8)])
+    model, fp8 = guarded(SiteKernels.same("reference.rowwise"), every=1)
+    run(model, fp8, [drifted(batch(100, 9))])  # ten binades, and e4m3 has fifteen
+    assert guard.events == fp8.events == []
+
+
+def test_nan_is_past_every_bound() -> None:
+    model, guard = guarded(every=1)
+    x = batch(100)
+    x[3, 3] = torch.nan
+    run(model, guard, [x])
+    assert [event.site for event in guard.events] == ["bottom", "top.0"]
+
+
+def test_between_checks_nothing_is_on_the_model() -> None:
+    model, guard = guarded(every=3)
+    hooks = []
+    model.bottom.register_forward_pre_hook(lambda module, _: hooks.append(len(module._forward_hooks)))
+    run(model, guard, [batch(50)] * 6)
+    assert hooks == [1, 0, 0, 1, 0, 0]
+    assert not model.bottom._forward_hooks
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_model_is_guarded_and_compiled_again() -> None:
+    model = tower()
+    record = record_of(model)
+    loka.apply_plan(model, plan_for(model, {"bottom": SiteKernels("onednn.int8", "torch.fp32", "torch.fp32")}))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    guard = loka.Guard(compiled, record, every=2)
+    run(compiled, guard, [batch(64), batch(64), drifted(batch(64)), drifted(batch(64))])
+    assert [event.step for event in guard.events] == [2]
+    assert type(model.bottom) is nn.Linear
+    torch.testing.assert_close(compiled(batch(64)), model(batch(64)))
+
+
+def test_predicted_errors_are_those_of_the_executor() -> None:
+    """Against casts and GEMMs that really run, at every role."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 48, requires_grad=True), 1e-3 * torch.randn(64, 32)
+    kernels = SiteKernels("reference.rowwise", "reference.tensorwise_e5m2", "reference.blockwise")
+    module = loka.LokaLinear(48, 32, bias=False, kernels=kernels)
+    w = module.weight.detach()
+    y = module(x)
+    y.backward(dy)
+    errors = predicted_errors(SiteCasts.of(module.executor), x.detach(), dy, w, None, None)
+    assert x.grad is not None
+    assert module.weight.grad is not None
+    expected = {
+        Role.FPROP: mere_floored(y.detach(), x.detach() @ w.t()),
+        Role.DGRAD: mere_floored(x.grad, dy @ w),
+        Role.WGRAD: mere_floored(module.weight.grad, dy.t() @ x.detach(), per_column=True),
+    }
+    assert {role: float(error) for role, error in errors.items()} == pytest.approx(
+        {role: float(error) for role, error in expected.items()}, rel=1e-3
+    )
+
+
+def test_a_feature_that_is_flushed_counts_with_its_share_of_the_record() -> None:
+    """Half the recorded output comes from features that int8 flushes once the others have grown: √½ of it is lost."""
+    cast = Cast(Format.INT8, Scaling.ROWWISE)
+    x, w = torch.randn(256, 8), torch.ones(4, 8)
+    energy = feature_energy(x, w, Transform.NONE, None)
+    assert energy.sum() == pytest.approx(1)
+    assert energy[:4].sum() == pytest.approx(0.5, abs=0.1)
+    grown = torch.cat([1e6 * x[:, :4], x[:, 4:]], 1)
+    errors = predicted_errors(SiteCasts({Role.FPROP: (cast, cast)}), grown, None, w, None, energy)
+    assert float(errors[Role.FPROP]) == pytest.approx(float(energy[4:].sum().sqrt()), abs=0.02)
+    without = predicted_errors(SiteCasts({Role.FPROP: (cast, cast)}), grown, None, w, None, None)
+    assert without[Role.FPROP] < 0.05  # the output alone does not show it
+
+
+def test_mistakes_get_a_message() -> None:
+    model = tower()
+    record = record_of(model)
+    with pytest.raises(InvalidInput, match="no plan is applied"):
+        loka.Guard(model, record)
+    loka.apply_plan(model, plan_for(model, {"bottom": INT8}))
+    with pytest.raises(InvalidInput, match="every must be at least 1, got 0"):
+        loka.Guard(model, record, every=0)
+    with pytest.raises(InvalidInput, match="max_error must be above 0, got -1"):
+        loka.Guard(model, record, max_error=-1)
+    other = nn.Sequential(nn.Linear(24, 2))
+    with pytest.raises(InvalidInput, match="the record is of another model"):
+        loka.Guard(model, record_of(other))

@@ -1,0 +1,243 @@
+"""What apply_plan refuses: each difference named, and the model untouched."""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plans import MIXED, ROWWISE, batch, plan_for, tower
+from torch import nn
+
+import loka
+from loka.core.errors import InvalidInput, KernelUnavailable, LokaError
+from loka.core.plan import BlockPlan, Plan
+from loka.dispatch.swap import applied_to
+from loka.kernels.executor import SiteKernels
+
+
+def changed(plan: Plan, **fields: object) -> Plan:
+    return Plan(msgspec.structs.replace(plan.document, **fields), plan.vectors)
+
+
+def elsewhere(plan: Plan, **fields: object) -> Plan:
+    return changed(plan, environment=msgspec.structs.replace(plan.document.environment, **fields))
+
+
+def assert_untouched(model: nn.Module) -> None:
+    assert applied_to(model) is None
+    assert [type(module) for module in model.modules()] == [type(module) for module in tower().modules()]
+    assert torch.equal(model(batch()), tower()(batch()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device": "NVIDIA H200 (sm_90)"}, "device: measured on NVIDIA H200 .*, this is"),
+        ({"cuda": "13.0"}, "CUDA: measured with 13.0, this is None"),
+        ({"loka": "0.0.1"}, "loka: measured with 0.0.1, here is"),
+        ({"libraries": {"torch": "2.0.1"}}, "torch: measured with 2.0.1, here is 2"),
+        ({"libraries": {"torchao": "9.9"}}, "torchao: measured with 9.9, here is none"),
+    ],
+)
+def test_a_plan_measured_elsewhere_names_what_differs(fields: dict, message: str) -> None:
+    model = tower()
+    plan = elsewhere(plan_for(model, MIXED), **fields)
+    with pytest.raises(KernelUnavailable, match=f"this plan was not measured here: .*{message}.*`loka measure run`"):
+        loka.apply_plan(model, plan)
+    assert_untouched(model)
+    applied = loka.apply_plan(model, plan, on_missing="high_precision")
+    assert applied.sites == tuple(MIXED)  # its kernels can run here
+    assert len(applied.differences) == 1
+
+
+def test_kernels_that_are_missing_fall_back_only_when_asked() -> None:
+    model = tower()
+    plan = plan_for(model, {**MIXED, "bottom": SiteKernels.same("fbgemm.rowwise"), "top.0": SiteKernels.same("acme.fp8")})
+    with pytest.raises(
+        KernelUnavailable, match=r"bottom fprop is planned on fbgemm.rowwise, which cannot run on .*acme.fp8, which"
+    ) as e:
+        loka.apply_plan(model, plan)
+    assert "loka measure run" in str(e.value)
+    assert_untouched(model)
+    applied = loka.apply_plan(model, plan, on_missing="high_precision")
+    assert applied.sites == ("top.2",)
+    assert applied.fell_back.keys() == {"bottom", "top.0"}
+    assert applied.fell_back["top.0"] == "fprop is planned on acme.fp8, which this LoKA does not have"
+    assert "fell back to high precision: top.0: fprop is planned on acme.fp8" in str(applied)
+    assert type(model.bottom) is nn.Linear
+    # The plan that runs says the same.
+    runs = {site.site: site.kernels["fprop"].kernel for site in applied.plan.sites}  # type: ignore[index]
+    assert runs == {"bottom": "torch.fp32", "top.0": "torch.fp32", "top.2": "reference.int8_rowwise", "head": "torch.fp32"}
+
+
+def test_a_fused_block_needs_its_kernels() -> None:
+    model = nn.Sequential(nn.Linear(24, 32), loka.BlockNorm(32), nn.Hardswish(), nn.Linear(32, 1))
+    plan = plan_for(model, {"0": BlockPlan("triton.block", "1", "2")})
+    with pytest.raises(KernelUnavailable, match=r"0 triton\.block cannot run here: "):
+        loka.apply_plan(model, plan)
+    assert type(model[1]) is loka.BlockNorm
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Sequential(nn.Linear(24, 32)), "bottom is not in this model; .*, and 2 more"),
+        (nn.ModuleDict({**dict(tower().named_children()), "side": nn.Linear(4, 4)}), "side is not in the plan"),
+    ],
+)
+def test_another_models_plan_is_never_applied(other: nn.Module, message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"this plan is of another model .*{message}.*Probe this model"):
+        loka.apply_plan(other, plan_for(tower(), MIXED), on_missing="high_precision")
+
+
+def test_another_shape_and_another_bias_are_told() -> None:
+    wider, without = tower(), tower()
+    wider.top[2] = nn.Linear(48, 40)
+    without.top[2] = nn.Linear(48, 32, bias=False)
+    with pytest.raises(InvalidInput, match=r"top\.2 is 48×40 here and 48×32 in the plan"):
+        loka.apply_plan(wider, plan_for(tower(), MIXED))
+    with pytest.raises(InvalidInput, match="not the same biases"):
+        loka.apply_plan(without, plan_for(tower(), MIXED))
+
+
+class Scaled(nn.Linear):
+    pass
+
+
+def test_layers_that_are_more_than_a_linear_layer_are_left_alone() -> None:
+    model = tower()
+    plan = plan_for(model, dict.fromkeys(MIXED, ROWWISE))
+    scaled = Scaled(24, 32)
+    model.bottom = scaled
+    nn.utils.parametrizations.weight_norm(model.top[0])
+    handle = model.top[2].register_forward_hook(lambda *_: None)
+    applied = loka.apply_plan(model, plan, on_missing="high_precision")
+    assert applied.sites == ()
+    assert applied.fell_back["bottom"] == "is a Scaled, and only torch.nn.Linear is swapped"
+    assert "ParametrizedLinear" in applied.fell_back["top.0"]
+    assert "has hooks" in applied.fell_back["top.2"]
+    loka.restore(model)
+    handle.remove()
+    assert loka.apply_plan(model, plan, on_missing="high_precision").sites == ("top.2",)
+
+
+def test_sharded_models_are_refused() -> None:
+    class FSDPLinear(nn.Linear):
+        __module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+    class ShardedEmbeddings(nn.Module):
+        __module__ = "torchrec.distributed.embeddingbag"
+
+    for name, module, what in [
+        ("top", FSDPLinear(32, 32), "sharded by FSDP"),
+        ("tables", ShardedEmbeddings(), "TorchRec-sharded"),
+    ]:
+        model = tower()
+        plan = plan_for(model, MIXED)
+        setattr(model, name, module)
+        with pytest.raises(InvalidInput, match=f"{name} is .*{what}.*LoKA does not run sharded models yet"):
+            loka.apply_plan(model, plan)
+
+
+def test_on_missing_is_one_of_two() -> None:
+    with pytest.raises(InvalidInput, match="on_missing must be 'error' or 'high_precision', got 'ignore'"):
+        loka.apply_plan(tower(), plan_for(tower(), MIXED), on_missing="ignore")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plan_for(tower(), MIXED, vectors={"bottom/center": torch.zeros(24)}).save(tmp_path_factory.mktemp("plan"))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_mutated_plan_is_an_error_or_a_plan(saved: Path, data: st.DataObject) -> None:
+    """Bytes flipped, cut out or put in: reading raises LokaError, or the plan that comes out is applied or refused whole."""
+    text = saved.read_bytes()
+    start = data.draw(st.integers(0, len(text) - 1))
+    end = start + data.draw(st.integers(0, 12))
+    mutated = text[:start] + data.draw(st.binary(max_size=8)) + text[end:]
+    path = saved.with_name("mutated.json")
+    path.write_bytes(mutated)
+    path.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())
+    model = tower()
+    with contextlib.suppress(LokaError):
+        loka.apply_plan(model, Plan.load(path))
+        loka.restore(model)
+    assert_untouched(model)
+
+
+def places(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """Where a JSON document holds something."""
+    yield path
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield from places(entry, (*path, key))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_plan_with_another_value_anywhere_is_an_error_or_a_plan(saved: Path, data: st.DataObject) -> None:
+    document = msgspec.json.decode(saved.read_bytes())
+    *parents, key = data.draw(st.sampled_from([path for path in places(document) if path]))
+    inside = functools.reduce(operator.getitem, parents, document)
+    scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+    inside[key] = data.draw(scalars | st.just([]) | st.just({}) | st.just("bottom") | st.just("reference.static"))
+    path = saved.with_name("changed.json")
+    path.write_bytes(msgspec.json.encode(document))
+    path.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())
+    model = tower()
+    with contextlib.suppress(LokaError):
+        loka.apply_plan(model, Plan.load(path))
+        loka.restore(model)
+    assert_untouched(model)
+
+
+@settings(max_examples=40)
+@given(keep=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_plan_is_an_error(saved: Path, keep: float) -> None:
+    text = saved.read_bytes().rstrip()
+    path = saved.with_name("truncated.json")
+    path.write_bytes(text[: int(keep * len(text))])
+    with pytest.raises(LokaError, match=r"truncated.json .*make (it again|one) with `loka plan"):
+        Plan.load(path)
+
+
+@given(keep=st.floats(0, 1, exclude_max=True))
+def test_truncated_vectors_are_an_error(saved: Path, keep: float) -> None:
+    path = saved.with_name("half.json")
+    path.write_bytes(saved.read_bytes())
+    vectors = saved.with_suffix(".safetensors").read_bytes()
+    path.with_suffix(".safetensors").write_bytes(vectors[: int(keep * len(vectors))])
+    with pytest.raises(LokaError, match=r"half\.(safetensors cannot be read|json: the vector bottom/center)"):
+        Plan.load(path)
+
+
+def test_vectors_must_be_there_and_fit(tmp_path: Path) -> None:
+    plan = plan_for(tower(), MIXED, vectors={"bottom/center": torch.zeros(24)})
+    path = plan.save(tmp_path)
+    Plan(plan.document, {"bottom/center": torch.zeros(7)}).save(tmp_path)
+    with pytest.raises(LokaError, match=r"the vector bottom/center should have 24 values, it is \(7,\)"):
+        Plan.load(path)
+    path.with_suffix(".safetensors").unlink()
+    with pytest.raises(LokaError, match="the vector bottom/center should have 24 values, it is missing"):
+        Plan.load(path)
+
+
+def test_what_a_schema_cannot_say_is_checked(tmp_path: Path) -> None:
+    model = tower()
+    plan = plan_for(model, MIXED)
+    twice = changed(plan, sites=(*plan.sites, plan.sites[0]))
+    twice.save(tmp_path)
+    with pytest.raises(LokaError, match="it names the site bottom twice"):
+        Plan.load(tmp_path)
+    chained = plan_for(model, {"top.0": BlockPlan("triton.block", "top.1", None, fp8_input=True, producer="bottom")})
+    chained.save(tmp_path)
+    with pytest.raises(LokaError, match=r"top\.0 takes FP8 from bottom, which is no block of the plan"):
+        Plan.load(tmp_path)
