@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from loka.measure.gemm import GemmMeasurement
 
 app = App(name="bench", help="Measure, print a table, and write it with hardware, versions and date.")
+app.command("loka.cli.bench_block:block", help="Linear, norm and activation: our fused block beside what else can run it.")
+app.command("loka.cli.bench_block:casts", help="Casts to FP8: ours, FBGEMM's and torch.compile's, beside a copy.")
 app.command("loka.cli.bench_model:model", help="Whole models: training step and serving, each way beside compiled bf16.")
 app.command("loka.cli.bench_quality:quality", help="What low precision does to log-loss, on paired runs.")
 
