@@ -1,0 +1,100 @@
+"""Nothing a kernel or a user does loses the measurement: faulty kernels are told, interrupts are gone on from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from stand_in_records import record_of, site_record
+
+from loka.core.gemm import Role
+from loka.core.progress import Silent
+from loka.core.record import SiteRecord
+from loka.core.survey import Candidate, SiteSurvey, Survey
+from loka.measure.site_survey import Bench, survey_site
+from loka.measure.survey import measure
+
+TRUSTED = ["torch.fp32", "torch.bf16", "reference.rowwise"]
+
+
+def normal_weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5
+
+
+def candidate(site: SiteSurvey, kernel: str, role: Role) -> Candidate:
+    (found,) = [c for c in site.candidates if (c.kernel, c.role) == (kernel, role)]
+    return found
+
+
+class TestFaultyKernels:
+    def test_each_is_told_and_the_rest_goes_on(self, faulty_kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("loka.measure.trial.LIMIT_S", 2.0)
+        weight = normal_weight(256, 256)
+        weight[:128, 128:] *= 16
+        record = record_of(site_record("a", weight, trains=False), site_record("b", weight, trains=False))
+        survey = measure(record, kernels=[*faulty_kernels, "reference.rowwise"])
+        for site in survey.sites:
+            reasons = {c.kernel: c.why_not for c in site.candidates}
+            assert reasons.pop("torch.fp32") is reasons.pop("reference.rowwise") is None
+            assert reasons["faulty.raises"] == "failed: RuntimeError: cutlass cannot implement"
+            assert reasons["faulty.nan"] == "returned NaN or inf"
+            assert reasons["faulty.hangs"] == "hung for 2 s at fprop of 128x256x256, tried in a process of its own"
+            assert reasons["faulty.dies"].startswith("ended its process with exit code 3 at fprop")  # type: ignore[union-attr]
+            assert reasons["faulty.wrong_axis"].startswith("returned nonsense: relative RMS error")  # type: ignore[union-attr]
+            assert not any(c.error or c.gemm_us for c in site.candidates if c.why_not)
+
+    @pytest.mark.usefixtures("faulty_kernels", "without_trials")
+    def test_wrong_scales_pass_on_randn_and_not_on_what_the_probe_saw(self) -> None:
+        """Blocks of randn have nearly equal scales, so that taking them along the wrong axis hardly shows there."""
+        uneven = normal_weight(256, 256)
+        uneven[:128, 128:] *= 16
+        sites = site_record("randn", normal_weight(256, 256)), site_record("real", uneven)
+        randn, real = measure(record_of(*sites), kernels=["faulty.wrong_axis"]).sites
+        assert candidate(randn, "faulty.wrong_axis", Role.FPROP).why_not is None
+        assert "nonsense" in (candidate(real, "faulty.wrong_axis", Role.FPROP).why_not or "")
+
+
+class _Interrupted(Silent):
+    """Stops the measurement after a number of sites, as a user would."""
+
+    def __init__(self, after: int) -> None:
+        self._left = after
+
+    def advance(self, piece: str) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+
+class TestResuming:
+    sites = tuple(site_record(name, normal_weight(32, 32, seed)) for seed, name in enumerate("abc"))
+
+    def interrupt(self, run: Path) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            measure(record_of(*self.sites), kernels=TRUSTED, out=run, progress=_Interrupted(after=2))
+        assert [path.name for path in run.iterdir()] == ["survey.partial.json"]
+
+    def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        names: list[str] = []
+
+        def noted(site: SiteRecord, bench: Bench) -> SiteSurvey:
+            names.append(site.name)
+            return survey_site(site, bench)
+
+        monkeypatch.setattr("loka.measure.survey.survey_site", noted)
+        return names
+
+    def test_goes_on_where_it_stopped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.interrupt(tmp_path)
+        names = self.measured(monkeypatch)
+        survey = measure(record_of(*self.sites), kernels=TRUSTED, out=tmp_path)
+        assert names == ["c"]
+        assert [site.site for site in survey.sites] == ["a", "b", "c"]
+        assert [path.name for path in tmp_path.iterdir()] == ["survey.json"]
+        assert Survey.load(tmp_path).document == survey.document
+
+    def test_begins_anew_where_anything_differs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.interrupt(tmp_path)
+        names = self.measured(monkeypatch)
+        trained = (site_record("a", normal_weight(32, 32, 9)), *self.sites[1:])
+        measure(record_of(*trained), kernels=TRUSTED, out=tmp_path)
+        assert names == ["a", "b", "c"]

@@ -1,0 +1,236 @@
+"""``loka.measure`` on planted records: known errors, times where they belong, transforms where they help, and nothing lost."""
+
+import dataclasses
+from itertools import product
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from planted_sites import cancelling_mean, compensated_range
+from stand_in_records import planted_record, record_of, site_record
+from torch import nn
+
+import loka
+from loka.core.errors import InvalidInput, UnknownName
+from loka.core.gemm import SOURCES, Role, TensorName
+from loka.core.progress import Silent
+from loka.core.recipe import Format, Transform
+from loka.core.record import Finding
+from loka.core.survey import Candidate, SiteSurvey, Survey
+from loka.kernels.executor import SiteKernels
+from loka.measure.survey import measure
+from loka.measure.timing import time_together
+
+pytestmark = pytest.mark.usefixtures("without_trials")
+TRUSTED = ["torch.fp32", "torch.bf16", "reference.rowwise", "reference.tensorwise"]
+
+
+def normal_weight(n: int = 96, k: int = 128, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5
+
+
+def candidate(site: SiteSurvey, kernel: str, role: Role, transform: Transform = Transform.NONE) -> Candidate:
+    (found,) = [c for c in site.candidates if (c.kernel, c.role, c.transform) == (kernel, role, transform)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def survey() -> Survey:
+    return measure(record_of(site_record("a", normal_weight(), calls={64: 2.0, 128: 1.0})), kernels=TRUSTED)
+
+
+@pytest.fixture(scope="module")
+def site(survey: Survey) -> SiteSurvey:
+    return survey.sites[0]
+
+
+class TestErrorsAndTimes:
+    @pytest.mark.parametrize("role", Role)
+    def test_errors_are_those_of_the_format(self, site: SiteSurvey, role: Role) -> None:
+        error = candidate(site, "reference.rowwise", role).error
+        assert error["relative_rms"].mean == pytest.approx(0.037, rel=0.06)  # e4m3's, on normal values
+        assert error["mere_floored"].mean == pytest.approx(0.08, rel=0.1)
+        assert error["mere_floored"].low < error["mere_floored"].mean < error["mere_floored"].high
+        assert error["mere_floored"].n >= 3
+        assert candidate(site, "torch.bf16", role).error["relative_rms"].mean == pytest.approx(0.0023, rel=0.3)
+        assert candidate(site, "torch.fp32", role).error["relative_rms"].high < 1e-6
+
+    def test_everything_timed_has_every_m(self, site: SiteSurvey) -> None:
+        for c in site.candidates:
+            assert set(c.gemm_us) == (set() if c.kernel.startswith("reference.") else {64, 128})
+        assert site.baseline == "torch.fp32"
+
+    def test_a_plan_finds_every_cast_it_can_ask_for(self, site: SiteSurvey) -> None:
+        """Of any two timed kernels: each form alone, unless the tensor is read as it is stored."""
+        timed = {(cast.tensor, cast.forms) for cast in site.casts}
+        for c in site.candidates:
+            for source, form in zip(SOURCES[c.role], c.forms, strict=True):
+                assert not c.gemm_us or form.startswith("fp32") or (source.tensor, (form,)) in timed
+
+    def test_survives_its_file(self, survey: Survey, tmp_path: Path) -> None:
+        survey.save(tmp_path)
+        assert Survey.load(tmp_path).document == survey.document
+
+
+def test_casts_of_two_roles_are_timed_together() -> None:
+    """oneDNN's kernels are timed here: what any pair of them shares is there as one cast."""
+    site = measure(record_of(site_record("a", normal_weight())), kernels=["onednn.int8", "onednn.int8_tensorwise"]).sites[0]
+    timed = {(cast.tensor, cast.forms) for cast in site.casts}
+    int8 = [c for c in site.candidates if c.kernel.startswith("onednn")]
+    assert len([c for c in int8 if c.gemm_us]) == 6
+    for a, b in product(int8, int8):
+        for (a_source, a_form), (b_source, b_form) in product(
+            zip(SOURCES[a.role], a.forms, strict=True), zip(SOURCES[b.role], b.forms, strict=True)
+        ):
+            if a.role != b.role and a_source.tensor is b_source.tensor:
+                assert (a_source.tensor, tuple(sorted((a_form, b_form)))) in timed
+
+
+def test_without_names_it_takes_what_the_machine_has() -> None:
+    (site,) = measure(record_of(site_record("a", normal_weight(32, 48), calls={32: 1.0}))).sites
+    reasons = {c.kernel: c.why_not for c in site.candidates if c.role is Role.FPROP}
+    assert reasons["torch.rowwise"] == "needs an NVIDIA GPU"
+    assert reasons["reference.blockwise"] is reasons["onednn.int8"] is None
+    assert loka.make_plan(measure(record_of(site_record("a", normal_weight())), kernels=TRUSTED)).sites[0].site == "a"
+
+
+class TestTransforms:
+    @pytest.mark.parametrize("plant", [cancelling_mean, compensated_range])
+    def test_are_tried_where_no_kernel_is_healthy_and_rescue_the_site(self, plant) -> None:  # type: ignore[no-untyped-def]
+        expected = plant()
+        survey = measure(record_of(planted_record("a", plant)), kernels=["reference.rowwise"])
+        plain = candidate(survey.sites[0], "reference.rowwise", Role.FPROP)
+        rescued = candidate(survey.sites[0], "reference.rowwise", Role.FPROP, expected.transform)
+        assert plain.error["relative_rms"].mean > 0.5
+        assert rescued.error["relative_rms"].mean == pytest.approx(0.037, rel=0.1)
+        assert rescued.error["mere_floored"].high < 0.1
+        assert candidate(survey.sites[0], "reference.rowwise", Role.WGRAD, expected.transform).error["mere_floored"].high < 0.1
+        torch.testing.assert_close(survey.vectors[f"a/{expected.transform}"], expected.vector_K, rtol=0.01, atol=0)
+        assert {c.transform for c in survey.sites[0].candidates} == {Transform.NONE, expected.transform}
+
+    def test_what_is_surveyed_is_what_a_module_does(self) -> None:
+        planted = cancelling_mean()
+        survey = measure(record_of(planted_record("a", cancelling_mean)), kernels=["reference.rowwise"])
+        linear = nn.Linear(*reversed(planted.weight_NK.shape), bias=False)
+        linear.weight.data.copy_(planted.weight_NK)
+        module = loka.LokaLinear.from_linear(
+            linear, SiteKernels.same("reference.rowwise"), Transform.CENTER, survey.vectors["a/center"]
+        )
+        exact = planted.x_MK.double() @ planted.weight_NK.double().t()
+        error = (module(planted.x_MK).double() - exact).norm() / exact.norm()
+        surveyed = candidate(survey.sites[0], "reference.rowwise", Role.FPROP, Transform.CENTER).error["relative_rms"]
+        assert error.item() == pytest.approx(surveyed.mean, rel=0.1)
+
+    def test_are_left_alone_where_the_site_is_healthy(self) -> None:
+        site = site_record("a", normal_weight(), mean=torch.ones(128), scale=torch.arange(128).remainder(2) + 1.0)
+        (healthy,) = measure(record_of(site), kernels=["reference.rowwise"]).sites
+        assert {c.transform for c in healthy.candidates} == {Transform.NONE}
+        finding = Finding("a", "cancelling_mean", "a large mean", {}, "center")
+        survey = measure(record_of(site, findings=(finding,)), kernels=["reference.rowwise"])
+        assert {c.transform for c in survey.sites[0].candidates} == {Transform.NONE, Transform.CENTER}
+        assert survey.document.findings == ("a: a large mean",)
+
+
+def test_equal_problems_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def counted(calls, *args, **options):  # type: ignore[no-untyped-def]
+        timed.append(len(calls))
+        return time_together(calls, *args, **options)
+
+    monkeypatch.setattr("loka.measure.speed.time_together", counted)
+    one = measure(record_of(site_record("a", normal_weight())), kernels=TRUSTED)
+    alone, timed[:] = sum(timed), []
+    two = measure(record_of(site_record("a", normal_weight()), site_record("b", normal_weight(seed=1))), kernels=TRUSTED)
+    assert sum(timed) == alone > 0
+    assert [len(c.gemm_us) for c in two.sites[1].candidates] == [len(c.gemm_us) for c in one.sites[0].candidates]
+    assert two.sites[0].casts == two.sites[1].casts
+
+
+class TestSitesOfAllKinds:
+    def test_one_that_does_not_train_has_fprop_alone(self) -> None:
+        def draw(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, None]:
+            return torch.randn(rows, 128, generator=generator), None
+
+        (site,) = measure(record_of(site_record("a", normal_weight(), draw, trains=False)), kernels=TRUSTED).sites
+        assert {c.role for c in site.candidates} == {Role.FPROP}
+
+    def test_one_that_was_never_called_is_said_to_be(self) -> None:
+        record = record_of(site_record("a", normal_weight(), calls={}), site_record("b", normal_weight()))
+        a, b = measure(record, kernels=TRUSTED).sites
+        assert (a.candidates, a.notes) == ((), ("never called while the Probe looked",))
+        assert b.candidates
+
+    def test_weights_of_another_dtype_than_the_gemms(self) -> None:
+        """Autocast: fp32 weights, bf16 products; the weight's cast to bf16 is timed, x is bf16 already."""
+        (site,) = measure(record_of(site_record("a", normal_weight()), dtype=Format.BF16), kernels=["reference.rowwise"]).sites
+        assert site.baseline == "torch.bf16"
+        assert {(cast.tensor, cast.forms) for cast in site.casts} == {(TensorName.W, ("bf16",)), (TensorName.W, ("bf16ᵀ",))}
+        assert candidate(site, "reference.rowwise", Role.WGRAD).error["relative_rms"].mean == pytest.approx(0.037, rel=0.06)
+
+    def test_many_row_counts_are_bounded(self) -> None:
+        calls = {m: 1.0 / m for m in range(16, 32)}
+        (site,) = measure(record_of(site_record("a", normal_weight(), calls=calls)), kernels=["torch.fp32"]).sites
+        assert sorted(candidate(site, "torch.fp32", Role.FPROP).gemm_us) == [16, 17, 18, 19, 20, 21, 31]
+        assert site.calls == calls
+
+    def test_a_block_says_what_keeps_it_from_being_one(self) -> None:
+        behind = {"norm": "norm", "norm_kind": "LayerNorm", "activation": "act", "activation_kind": "SiLU"}
+        sites = (
+            site_record("layer_norm", normal_weight(), **behind),
+            site_record("block_norm", normal_weight(), **behind | {"norm_kind": "BlockNorm", "activation_kind": "Hardswish"}),
+            site_record("own", normal_weight(), **behind | {"activation_kind": "MyActivation"}),
+            site_record("alone", normal_weight()),
+        )
+        survey = measure(record_of(*sites), kernels=["torch.fp32"])
+        reasons = {site.site: [block.why_not for block in site.blocks] for site in survey.sites}
+        assert reasons["alone"] == []
+        assert reasons["block_norm"] == ["needs an NVIDIA GPU"]
+        assert "apply the Mod block_norm" in reasons["layer_norm"][0]
+        assert "act is a MyActivation, which is no class of torch.nn" in reasons["own"][0]
+
+
+class TestCeiling:
+    def test_is_the_share_of_the_baseline_in_a_step(self) -> None:
+        said: list[str] = []
+
+        class Listening(Silent):
+            def say(self, line: str) -> None:
+                said.append(line)
+
+        record = record_of(site_record("a", normal_weight(), calls={128: 3.0}), step_us=1e5, uncovered=("linear in top",))
+        survey = measure(record, kernels=["torch.fp32"], progress=Listening())
+        ceiling = survey.document.ceiling
+        assert ceiling is not None
+        step_us = 3 * sum(c.gemm_us[128] for c in survey.sites[0].candidates)
+        assert ceiling.sites_us == pytest.approx(step_us)  # timed once, so the very numbers
+        assert ceiling.uncovered == ("linear in top",)
+        assert said[0].startswith(f"1 sites hold {step_us / 1e5:.0%} of a step")
+        assert said[0].endswith("Not covered: linear in top.")
+
+    def test_is_not_claimed_of_another_machine(self) -> None:
+        record = record_of(site_record("a", normal_weight()), step_us=1e5)
+        environment = msgspec.structs.replace(record.environment, device="NVIDIA H200")
+        elsewhere = dataclasses.replace(record, environment=environment)
+        assert measure(elsewhere, kernels=["torch.fp32"]).document.ceiling is None
+
+
+class TestBadInput:
+    def test_unknown_kernels_are_named(self) -> None:
+        with pytest.raises(UnknownName, match=r"Did you mean 'torch.rowwise'"):
+            measure(record_of(site_record("a", normal_weight())), kernels=["torch.rowwize"])
+
+    def test_a_dtype_without_a_baseline(self) -> None:
+        with pytest.raises(InvalidInput, match="run in fp16, for which there is no baseline"):
+            measure(record_of(site_record("a", normal_weight()), dtype=Format.FP16))
+
+    def test_a_record_without_sites(self) -> None:
+        with pytest.raises(InvalidInput, match="the record has no site"):
+            measure(record_of())
+
+
+def test_the_package_is_the_call() -> None:
+    """Importing a file of loka.measure binds the package to that name: both must work."""
+    survey = loka.measure(record_of(site_record("a", normal_weight(32, 32))), kernels=["torch.fp32"])
+    assert survey.sites[0].site == "a"
