@@ -28,6 +28,8 @@ def run_site(
     vectors: TransformVectors | None = None,
 ) -> Tensor:
     """y = x·wᵀ + b by the executor's kernels, differentiable. ``weight_casts`` holds every 8-bit form of the weight."""
+    if not torch.is_grad_enabled():  # an autograd function asks what requires gradients, not whether any will be taken
+        x_MK, weight_NK = x_MK.detach(), weight_NK.detach()
     forms = tuple(weight_casts)
     tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
     features_K, shift_N = vectors or (None, None)

@@ -221,6 +221,21 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         assert not module(x).requires_grad
 
 
+def test_serving_casts_nothing_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = loka.LokaLinear(32, 16, kernels=SAME)
+    asked: list[tuple[Role, ...]] = []
+    cast = module.executor.cast
+
+    def spy(name: TensorName, tensor: Tensor, roles: tuple[Role, ...], *vectors: object) -> object:
+        asked.append(roles)
+        return cast(name, tensor, roles, *vectors)
+
+    monkeypatch.setattr(module.executor, "cast", spy)
+    with torch.no_grad():
+        module(torch.randn(8, 32))
+    assert asked == [(Role.FPROP,)]
+
+
 def test_a_second_derivative_is_refused() -> None:
     module = loka.LokaLinear(32, 16, kernels=SAME)
     x = torch.randn(8, 32, requires_grad=True)
