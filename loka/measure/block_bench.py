@@ -4,7 +4,10 @@ import gc
 import multiprocessing
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 
 import msgspec
 import torch
@@ -65,9 +68,15 @@ def measure_block(site: SiteShape, device: torch.device, ways: Iterable[str] = t
 
 
 def compile_ahead(sites: Sequence[SiteShape], device: torch.device, ways: Sequence[str], workers: int) -> None:
-    """Fill the compilers' caches from several processes: compiling for each shape is most of the benchmark's time."""
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, sites, [device] * len(sites), [tuple(ways)] * len(sites)))
+    """Fill the compilers' caches from several processes: compiling for each shape is most of the benchmark's time.
+
+    What a process that died has not compiled is compiled when it is measured.
+    """
+    with (
+        suppress(BrokenProcessPool),
+        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
+    ):
+        list(pool.map(_compile, sites, repeat(device), repeat(tuple(ways))))
 
 
 def limits_us(site: SiteShape, device_name: str) -> tuple[float | None, float | None]:
