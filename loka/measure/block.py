@@ -18,7 +18,7 @@ from loka.core.record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
 from loka.kernels.casting import cast
 from loka.kernels.operand import Form, OperandSpec
-from loka.measure.error import MOST_SAMPLES, OptionError, draw_tensors
+from loka.measure.error import MOST_SAMPLES, OptionError, draw_tensors, require_device
 from loka.measure.parts import told
 from loka.measure.timing import Candidate, copies_past_cache, time_together
 from loka.nn.block_norm import BlockNorm
@@ -45,11 +45,12 @@ class BlockShape:
     activation: str | None
 
 
-class BlockBench:
+class Blocks:
     """Surveys blocks on one device; blocks of equal shape are timed once."""
 
-    def __init__(self, dtype: Format, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+    def __init__(self, dtype: Format, device: torch.device, left_out: str | None = None) -> None:
+        """``left_out``: why the fused kernel is not to be run, if an earlier attempt broke the GPU."""
+        self._dtype, self._device, self._left_out = dtype, device, left_out
         self._times: dict[BlockShape, dict[str, float]] = {}
 
     def survey(self, site: SiteRecord, rows: list[int]) -> tuple[BlockCandidate, ...]:
@@ -58,14 +59,18 @@ class BlockBench:
             return ()
         try:
             block = self._block(site)
-            reason = block if isinstance(block, str) else block.why_reference
-            if isinstance(block, str) or reason is not None:
+            if reason := block if isinstance(block, str) else self._why_not(block):
                 return (BlockCandidate(KERNEL, site.norm, site.activation, why_not=reason),)
+            assert isinstance(block, FusedBlock)
             error = self._error(site, block)
             times = {m: self._time(self._shape(site, m), block) for m in rows}
         except Exception as failure:  # any library's any error: the reason is the result
+            require_device(KERNEL, self._device, told(failure))
             return (BlockCandidate(KERNEL, site.norm, site.activation, why_not=told(failure)),)
         return (_candidate(site, error, times),)
+
+    def _why_not(self, block: FusedBlock) -> str | None:
+        return block.why_reference or self._left_out
 
     def _block(self, site: SiteRecord) -> FusedBlock | str:
         norm, activation = _built(site.norm_kind, site.n, site.norm), _built(site.activation_kind, None, site.activation)
@@ -112,24 +117,27 @@ class BlockBench:
         copies = [self._copy(block) for _ in range(n_copies)]
         x_MK = torch.randn(shape.m, shape.k, device=self._device, dtype=shape.dtype)
         dy_MN = 1e-3 * torch.randn(shape.m, shape.n, device=self._device, dtype=shape.dtype)
-        compiled = torch.compile(block_reference, dynamic=False)
+        compiled = torch.compile(block_reference, dynamic=False, fullgraph=True)
 
-        def fused(turn: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-            copy = copies[turn % n_copies]
-            return copy, copy.weight
+        def baseline(x: Tensor, copy: FusedBlock) -> Tensor:
+            return compiled(x, copy.weight, copy.bias, copy.norm, copy.activation)
 
-        def baseline(turn: int) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-            copy = copies[turn % n_copies]
-            call = partial(compiled, weight_NK=copy.weight, bias_N=copy.bias, norm=copy.norm, activation=copy.activation)
-            return call, copy.weight
+        def fused(x: Tensor, copy: FusedBlock) -> Tensor:
+            return copy(x)
 
-        def forward(turn: int, run: Callable[[int], tuple[Callable[[Tensor], Tensor], Tensor]]) -> object:
+        def forward(turn: int, run: Callable[[Tensor, FusedBlock], Tensor]) -> object:
             with torch.no_grad(), self._autocast(block):
-                return run(turn)[0](x_MK)
+                return run(x_MK, copies[turn % n_copies])
 
-        def training(turn: int, run: Callable[[int], tuple[Callable[[Tensor], Tensor], Tensor]]) -> object:
+        def training(turn: int, run: Callable[[Tensor, FusedBlock], Tensor]) -> object:
+            copy = copies[turn % n_copies]
+            x = x_MK.detach().requires_grad_()
             with self._autocast(block):
-                return _outputs(*run(turn), x_MK, dy_MN)
+                y_MN = run(x, copy)
+            gradients = torch.autograd.grad(y_MN, [x, *copy.parameters()], dy_MN.to(y_MN.dtype))
+            if run is fused:
+                copy.refresh_weight_casts()  # once a step
+            return gradients
 
         calls: dict[str, Candidate] = {
             "input_cast": lambda _: cast(TensorName.X, x_MK, [INPUT_FORM]),
@@ -138,7 +146,9 @@ class BlockBench:
             "baseline_forward": partial(forward, run=baseline),
             "baseline_training": partial(training, run=baseline),
         }
-        times = time_together(calls, self._device, turns=max(8, n_copies))
+        # A model has more shapes of blocks than torch's limit on compilations of one function.
+        with torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+            times = time_together(calls, self._device, turns=max(8, n_copies))
         return {name: timing.median_us for name, timing in times.items()}
 
     def _copy(self, block: FusedBlock) -> FusedBlock:

@@ -4,6 +4,7 @@ Each option is held to the oracle of its recipe on the first sample: one that is
 explain is faulty, whatever its own error says.
 """
 
+import dataclasses
 import math
 import time
 import zlib
@@ -104,6 +105,15 @@ def draw_tensors(site: SiteRecord, n_options: int, dtype: Format, device: torch.
         yield SiteTensors(x, dy, [weight], features=features)
 
 
+def on_device(site: SiteRecord, device: torch.device) -> SiteRecord:
+    """The site with its statistics on ``device``, where drawing from them is prepared."""
+    moved = {
+        name: dataclasses.replace(statistic, tensors={key: tensor.to(device) for key, tensor in statistic.tensors.items()})
+        for name, statistic in site.statistics.items()
+    }
+    return dataclasses.replace(site, statistics=moved)
+
+
 def vector_of(site: SiteRecord, transform: Transform) -> Tensor:
     """The vector of a transform, as the Record knows it and the executor takes it."""
     return checked_vector(transform, site.mean_K if transform is Transform.CENTER else site.rescale_K, site.k)
@@ -128,7 +138,7 @@ def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Or
         report = parts.error(option)
     except Exception as failure:  # any library's any error: the reason is the result
         error.why_not = told(failure)
-        _require_device(option.kernel, parts.tensors.x.device, error.why_not)
+        require_device(option.kernel, parts.tensors.x.device, error.why_not)
         return
     if not all(math.isfinite(getattr(report, metric)) for metric in WATCHED):
         error.why_not = "returned NaN or inf"
@@ -145,8 +155,8 @@ def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Or
     error.samples.add(report)
 
 
-def _require_device(kernel: str, device: torch.device, reason: str) -> None:
-    """After some failures of a kernel every later call on the GPU fails, until the process ends."""
+def require_device(kernel: str, device: torch.device, reason: str) -> None:
+    """Raise where ``kernel`` broke the GPU: after some failures every later call on it fails, until the process ends."""
     if device.type != "cuda":
         return
     try:

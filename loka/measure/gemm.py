@@ -77,6 +77,7 @@ def _time(site_parts: SiteParts, options: Iterable[Option]) -> dict[str, Timing]
     """Kernels that want the same form of a tensor share the timing of its cast."""
     calls: dict[str, Candidate] = {}
     for option in options:
+        site_parts.prepare(option)
         for (name, key), form in zip(_cast_keys(option).items(), option.forms, strict=True):
             calls[key] = partial(site_parts.cast, name, [form])
         calls[f"{option.kernel} gemm"] = partial(site_parts.multiply, option)

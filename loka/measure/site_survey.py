@@ -12,8 +12,8 @@ from loka.core.recipe import Format, Transform
 from loka.core.record import Finding, SiteRecord
 from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
 from loka.kernels.operand import Form
-from loka.measure.block import BlockBench
-from loka.measure.error import OptionError, measure_errors, vector_of
+from loka.measure.block import Blocks
+from loka.measure.error import OptionError, measure_errors, on_device, vector_of
 from loka.measure.parts import Option
 from loka.measure.speed import Speeds, TimedShape
 from loka.numerics.formats import torch_dtype
@@ -36,7 +36,7 @@ class Bench:
     dtype: Format
     device: torch.device
     speeds: Speeds
-    blocks: BlockBench
+    blocks: Blocks
     findings: tuple[Finding, ...] = ()
     failed: Mapping[tuple[Option, int, int], str] = field(default_factory=dict)  # in trial: by option, K and N
 
@@ -49,6 +49,7 @@ def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
     """Everything the Survey says of one site."""
     if not site.was_called or not site.calls:
         return _site_survey(site, bench, (), (), notes=("never called while the Probe looked",))
+    site = on_device(site, bench.device)
     shapes = {m: TimedShape.of(site, m, bench.dtype) for m in row_counts(site)}
     errors: dict[Option, OptionError] = {}
     able = []

@@ -14,10 +14,12 @@ import torch
 from loka.core.gemm import GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format
 from loka.core.record import SiteRecord
+from loka.kernels.casting import CastProblem
 from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form
-from loka.measure.parts import Option, SiteParts, SiteTensors, compiles, told
+from loka.measure.error import require_device
+from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled, told
 from loka.measure.timing import Candidate, time_together
 from loka.numerics.formats import format_of, torch_dtype
 
@@ -75,7 +77,11 @@ class Speeds:
         return {forms: self._casts[shape, name, forms] for forms in sets}
 
     def is_compiled(self, name: TensorName, form: Form, shape: TimedShape) -> bool:
-        return compiles(name, self._parts(shape).tensors.stored(name, 0), form)
+        """Whether torch compiles this cast first."""
+        m, k, n = shape.shape.m, shape.shape.k, shape.shape.n
+        rows, cols = {TensorName.X: (m, k), TensorName.DY: (m, n), TensorName.W: (n, k)}[name]
+        format = shape.weight_dtype if name is TensorName.W else shape.dtype
+        return is_compiled(form, CastProblem(name, rows, cols, format, device_of(self._device)))
 
     def _make_parts(self, shape: TimedShape) -> SiteParts:
         dtype, weight_dtype = torch_dtype(shape.dtype), torch_dtype(shape.weight_dtype)
@@ -83,18 +89,30 @@ class Speeds:
         return SiteParts(tensors)
 
     def _time(self, calls: dict[Key, Candidate], shape: TimedShape) -> dict[Key, float | str]:
-        """Each call is made once before it is timed with the others: one that raises would take them with it."""
-        results: dict[Key, float | str] = {}
-        able: dict[str, Candidate] = {}
-        names = {key: str(index) for index, key in enumerate(calls)}
-        for key, call in calls.items():
-            try:
-                call(0)
-                able[names[key]] = call
-            except Exception as failure:  # any library's any error: the reason is the result
-                results[key] = told(failure)
+        """The calls interleaved; where one fails, each by itself, so that the others do not go with it."""
+        if not calls:
+            return {}
+        try:
+            return self._time_together(calls, shape)
+        except Exception as failure:  # any library's any error: the reason is the result
+            if len(calls) > 1:
+                return {key: time for one, call in calls.items() for key, time in self._time({one: call}, shape).items()}
+            (key,) = calls
+            require_device(key.kernel if isinstance(key, Option) else "a cast", self._device, told(failure))
+            return {key: told(failure)}
+
+    def _time_together(self, calls: dict[Key, Candidate], shape: TimedShape) -> dict[Key, float | str]:
         copies = len(self._parts(shape).tensors.weights)
+        for call in calls.values():
+            for turn in range(copies):  # makes the casts that it reads
+                call(turn)
+        names = {str(index): key for index, key in enumerate(calls)}
         kind = self._device.type
-        turns = max(8, copies) if kind == "cuda" else copies
-        times = time_together(able, self._device, turns=turns, rounds=ROUNDS[kind], budget_s=BUDGET_S)
-        return results | {key: times[name].median_us for key, name in names.items() if name in times}
+        times = time_together(
+            {name: calls[key] for name, key in names.items()},
+            self._device,
+            turns=max(8, copies) if kind == "cuda" else copies,
+            rounds=ROUNDS[kind],
+            budget_s=BUDGET_S,
+        )
+        return {key: times[name].median_us for name, key in names.items()}

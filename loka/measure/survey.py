@@ -14,7 +14,7 @@ from loka.core.record import Record
 from loka.core.survey import SiteSurvey, Survey, SurveyDocument
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_named, device_of
-from loka.measure.block import BlockBench
+from loka.measure.block import KERNEL, Blocks
 from loka.measure.ceiling import describe_ceiling, measure_ceiling
 from loka.measure.error import GATE, BrokenDevice, usual_rows, vector_of
 from loka.measure.partial import Partial, identity_of
@@ -68,7 +68,7 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
 def _measure(
     record: Record, names: tuple[str, ...], device: torch.device, environment: Environment, partial: Partial, shown: Progress
 ) -> SurveyDocument:
-    speeds, blocks = Speeds(device), BlockBench(record.dtype, device)
+    speeds, blocks = Speeds(device), Blocks(record.dtype, device, partial.left_out.get(KERNEL))
     ceiling = measure_ceiling(record, speeds, names[0], environment)
     shown.say(describe_ceiling(ceiling, record))
     done = partial.sites

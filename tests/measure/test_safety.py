@@ -10,6 +10,7 @@ from loka.core.gemm import Role
 from loka.core.progress import Silent
 from loka.core.record import SiteRecord
 from loka.core.survey import Candidate, SiteSurvey, Survey
+from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
 from loka.measure.survey import measure
 
@@ -98,3 +99,22 @@ class TestResuming:
         trained = (site_record("a", normal_weight(32, 32, 9)), *self.sites[1:])
         measure(record_of(*trained), kernels=TRUSTED, out=tmp_path)
         assert names == ["a", "b", "c"]
+
+
+@pytest.mark.usefixtures("faulty_kernels", "without_trials")
+def test_a_product_that_fails_only_when_it_is_timed_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error was measured on few rows; at the model's own M it raises."""
+    multiply = SiteParts.multiply
+
+    def fails_at_full_size(self: SiteParts, option: Option, turn: int = 0, **options: bool) -> torch.Tensor:
+        if option.kernel == "torch.bf16" and self.tensors.bias is not None:
+            raise RuntimeError("too many resources requested for launch")
+        return multiply(self, option, turn, **options)
+
+    monkeypatch.setattr(SiteParts, "multiply", fails_at_full_size)
+    site = site_record("a", normal_weight(32, 32), has_bias=True, trains=False)
+    (surveyed,) = measure(record_of(site), kernels=["torch.bf16"]).sites
+    failed, fine = candidate(surveyed, "torch.bf16", Role.FPROP), candidate(surveyed, "torch.fp32", Role.FPROP)
+    assert failed.why_not == "failed: RuntimeError: too many resources requested for launch"
+    assert fine.gemm_us
+    assert not failed.error

@@ -1,0 +1,76 @@
+"""Blocks in a Survey: error of every role against float64, and times without the cast of the input."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from stand_in_records import record_of, site_record
+
+from loka.core.gemm import Role
+from loka.core.recipe import Format
+from loka.core.survey import BlockCandidate
+from loka.kernels.device import device_of
+from loka.measure.block import Blocks
+from loka.measure.survey import measure
+from loka.measure.timing import Timing
+
+BEHIND = {"norm": "norm", "norm_kind": "BlockNorm", "activation": "act", "activation_kind": "Hardswish"}
+
+
+def weight(n: int, k: int) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / k**0.5
+
+
+def test_numbers_of_a_block_that_runs_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the block computes in FP32: its errors are FP32's in every role, and each time is of its own call."""
+    calls: dict[str, Callable[[int], object]] = {}
+
+    def times(candidates: dict[str, Callable[[int], object]], *_: Any, **__: Any) -> dict[str, Timing]:
+        for call in candidates.values():
+            call(0)
+        calls.update(candidates)
+        return {name: Timing(10.0 * (1 + index), 0, 0, 1) for index, name in enumerate(candidates)}
+
+    monkeypatch.setattr(Blocks, "_why_not", lambda self, block: None)
+    monkeypatch.setattr("loka.measure.block.time_together", times)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    site = site_record("a", weight(96, 64), **BEHIND, has_bias=True, bias_N=torch.ones(96))
+    blocks = Blocks(Format.FP32, torch.device("cpu"))
+    (block,) = blocks.survey(site, [32, 64])
+    assert (block.kernel, block.norm, block.activation, block.why_not) == ("triton.block", "norm", "act", None)
+    assert {role: block.error[role]["relative_rms"].high < 1e-5 for role in Role} == dict.fromkeys(Role, True)
+    assert list(calls) == ["input_cast", "forward", "training", "baseline_forward", "baseline_training"]
+    expected = {"input_cast_us": 10, "forward_us": 10, "training_us": 20, "baseline_forward_us": 40, "baseline_training_us": 50}
+    assert {name: getattr(block, name) for name in expected} == {name: {32: us, 64: us} for name, us in expected.items()}
+    calls.clear()
+    blocks.survey(site, [32, 64])
+    assert not calls  # equal shapes are timed once
+
+
+def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Blocks, "_why_not", lambda self, block: None)
+    monkeypatch.setattr(Blocks, "_error", lambda self, site, block: 1 / 0)
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", weight(8, 8), **BEHIND), [32])
+    assert block == BlockCandidate("triton.block", "norm", "act", why_not="failed: ZeroDivisionError: division by zero")
+
+
+@pytest.mark.gpu
+def test_every_gpu_kernel_and_block_is_surveyed() -> None:
+    """Every kernel able on this GPU is within its format's error and timed, and so is the block."""
+    calls = {2048: 1.0}
+    plain = site_record("plain", weight(512, 512), calls=calls, has_bias=True, bias_N=torch.zeros(512))
+    block = site_record("block", weight(512, 512), calls=calls, **BEHIND)
+    survey = measure(record_of(plain, block, dtype=Format.BF16), device="cuda")
+    device = device_of(torch.device("cuda"))
+    for site in survey.sites:
+        assert not [c.why_not for c in site.candidates if c.why_not and c.why_not.startswith(("failed", "returned", "hung"))]
+        fp8 = [c for c in site.candidates if c.recipe.startswith("e4m3") and c.error]
+        assert len({c.kernel for c in fp8}) >= 4, device
+        assert all(0.02 < c.error["relative_rms"].mean < 0.06 for c in fp8)
+        assert all(set(c.gemm_us) == {2048} for c in fp8)
+        assert site.casts
+    (surveyed,) = survey.sites[1].blocks
+    assert surveyed.why_not is None
+    assert all(surveyed.error[role]["mere_floored"].high < 0.2 for role in Role)
+    assert 0 < surveyed.forward_us[2048] < surveyed.baseline_training_us[2048]
