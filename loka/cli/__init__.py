@@ -12,9 +12,11 @@ app = App(
     help="Make 8-bit arithmetic practical for large recommendation models.",
     version=__version__,
 )
+app.command("loka.cli.demo:demo", help="Everything in one go, on a model and data of its own; ends with a report.")
 app.command("loka.cli.kernels:kernels", help="List kernels, what runs here and why not; measure them at a shape.")
 app.command("loka.cli.train:train", help="Train a built-in model and score it on held-out examples.")
 app.command("loka.cli.measure:measure", help="Measure every kernel at every site of a run's record: error and time.")
+app.command("loka.cli.plan:plan", help="Choose from a run's survey the fastest kernels that are accurate enough.")
 app.command("loka.cli.report:report", help="Write a run's report: one page that works offline; --text prints it here.")
 app.command("loka.cli.bench:app", name="bench", help="Measure, print a table, and write it with hardware, versions and date.")
 

@@ -38,6 +38,16 @@ def train(config: Annotated[TrainConfig, Parameter(name="*")], *, resume: bool =
     _print_summary(config, result)
 
 
+def _applied(result: "TrainResult") -> str:
+    from loka.dispatch.swap import applied_to
+
+    applied = applied_to(result.model.dense_part) or applied_to(result.model)
+    assert applied is not None
+    calls = applied.high_precision_calls()
+    missed = f"; {sum(calls.values()):,} calls had rows that their kernels could not take" if calls else ""
+    return f"{applied}{missed}"
+
+
 def _value(text: Option) -> Option:
     """A model's option as it was meant: a number, a tuple written ``[64,32]``, or text."""
     try:
@@ -53,5 +63,7 @@ def _print_summary(config: TrainConfig, result: "TrainResult") -> None:
     print(f"  log-loss {test.log_loss:.4f}  NE {test.ne:.4f}{best}  AUC {test.auc:.4f}  calibration {test.calibration:.3f}")
     if result.bad_rows:
         print(f"  {result.bad_rows:,} malformed rows were left out")
+    if config.plan:
+        print(f"  by {config.plan}: {_applied(result)}")
     print(f"  {config.out}/metrics.jsonl  {config.out}/summary.json  {config.out}/checkpoints/")
     print(f"To train on: the same command with --resume and more than --steps {result.steps}")

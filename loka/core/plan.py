@@ -1,5 +1,6 @@
 """The Plan: the kernel chosen for every site and role, with the numbers and the reason, chosen or not."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -137,13 +138,24 @@ class Plan:
     @classmethod
     def load(cls, run: str | Path) -> "Plan":
         """Read a plan by its folder or by the path of its plan.json."""
-        path = Path(run)
-        path = path if path.suffix == ".json" else path / "plan.json"
+        path = _path(run)
         document = read_document(path, SCHEMA, PlanDocument, made_by=f"loka plan {path.parent}")
         plan = cls(document, read_vectors(path.with_suffix(".safetensors")))
         if wrong := _what_is_wrong(plan):
             raise InvalidFile(f"{path}: {wrong}. Make it again with `loka plan {path.parent}`")
         return plan
+
+
+def digest_of_plan(run: str | Path) -> str:
+    """Sixteen hex digits that tell a plan's files from any others, wherever they lie."""
+    path = _path(run)
+    files = [file.read_bytes() for file in (path, path.with_suffix(".safetensors")) if file.exists()]
+    return hashlib.sha256(b"\n".join(files)).hexdigest()[:16]
+
+
+def _path(run: str | Path) -> Path:
+    path = Path(run)
+    return path if path.suffix == ".json" else path / "plan.json"
 
 
 def vector_name(site: SitePlan) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
-from loka.dispatch.swap import applied_to, put_back, put_in, unwrapped
+from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -69,6 +69,7 @@ def check_plan(
     max_loss_change: float = 2e-4,
     min_speedup: float = 1.0,
     on_missing: OnMissing = "error",
+    example: tuple[Any, ...] | None = None,
     repeats: int = 5,
 ) -> CheckedPlan:
     """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back, worst first, until the whole passes.
@@ -77,26 +78,26 @@ def check_plan(
     backward for a training plan, forward for serving) at least ``min_speedup`` times as fast. Quality decides first: the sites
     that raise the loss most by themselves go. Then time: those that the plan expects to save least. ``loss(model, batch)`` is a
     scalar, of which forward alone is judged: gradients are held by the plan's limit at each role.
-    The model is left as it was, without a plan.
+    ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
     """
     if applied_to(model) is not None:
         raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
     held_out = list(batches)
     if not held_out:
         raise InvalidInput("there is nothing to check on: give at least one held-out batch")
-    trial = _Trial(model, held_out, loss, plan.document.goal, repeats)
+    trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example)
     with left_as_it_was(model):
         baseline_loss = trial.mean_loss()
         rounds: list[Round] = []
         alone: dict[str, float] = {}
         while True:
             planned = [site for site in plan.sites if site.is_low_precision]
-            tried = trial.whole(plan, baseline_loss, on_missing)
+            tried = trial.whole(plan, baseline_loss)
             too_bad = not tried.loss_change <= max_loss_change
             if not planned or not (too_bad or tried.speedup < min_speedup):
                 return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone)
             if too_bad:
-                alone = alone or {site.site: trial.alone(plan, site.site, baseline_loss, on_missing) for site in planned}
+                alone = alone or {site.site: trial.alone(plan, site.site, baseline_loss) for site in planned}
                 worst = max(planned, key=lambda site: alone[site.site]).site
                 why = f"alone it changes the loss by {alone[worst]:+.3%}, and the whole plan did by {tried.loss_change:+.3%}"
             else:
@@ -113,6 +114,8 @@ class _Trial:
     loss: Loss
     goal: Goal
     repeats: int
+    on_missing: OnMissing
+    example: tuple[Any, ...] | None
 
     def mean_loss(self) -> float:
         """Over the batches, in eval mode."""
@@ -120,19 +123,19 @@ class _Trial:
         with torch.no_grad():
             return statistics.fmean(float(self.loss(self.model, batch)) for batch in self.batches)
 
-    def alone(self, plan: Plan, site: str, baseline_loss: float, on_missing: OnMissing) -> float:
+    def alone(self, plan: Plan, site: str, baseline_loss: float) -> float:
         """The relative change of loss with ``site`` alone in low precision."""
         others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
-        apply_plan(self.model, plan.giving_back(others), on_missing=on_missing)
+        self._apply(plan.giving_back(others))
         try:
             change = (self.mean_loss() - baseline_loss) / abs(baseline_loss)
             return math.inf if math.isnan(change) else change
         finally:
             restore(self.model)
 
-    def whole(self, plan: Plan, baseline_loss: float, on_missing: OnMissing) -> Round:
+    def whole(self, plan: Plan, baseline_loss: float) -> Round:
         """The plan as it will run: its loss, and the time of a step beside high precision's, taken in turns."""
-        applied = apply_plan(self.model, plan, on_missing=on_missing)
+        applied = self._apply(plan)
         swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
         inner = unwrapped(self.model)
         try:
@@ -151,6 +154,9 @@ class _Trial:
         step_us, baseline_us = (statistics.median(times[1:]) for times in (planned_us, plain_us))
         change = (loss - baseline_loss) / abs(baseline_loss)
         return Round(len(applied.sites), loss, change, step_us, baseline_us)
+
+    def _apply(self, plan: Plan) -> AppliedPlan:
+        return apply_plan(self.model, plan, on_missing=self.on_missing, example=self.example)
 
     def _pass_us(self) -> float:
         """The time of a step, over one pass through the batches."""

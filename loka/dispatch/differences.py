@@ -37,9 +37,14 @@ def _refuse(name: str, what: str) -> None:
     )
 
 
+def is_plan_of(model: nn.Module, plan: Plan) -> bool:
+    """Whether ``plan`` was made for a model of these sites and shapes."""
+    return _fingerprint(linear_sites(model)) == plan.document.fingerprint
+
+
 def refuse_other_model(sites: dict[str, nn.Linear], plan: Plan) -> None:
     """Another model's plan is never applied, not even in part."""
-    here = fingerprint((name, site.in_features, site.out_features, site.bias is not None) for name, site in sites.items())
+    here = _fingerprint(sites)
     different = _different_sites(sites, plan)
     if here == plan.document.fingerprint and not different:
         return
@@ -49,6 +54,10 @@ def refuse_other_model(sites: dict[str, nn.Linear], plan: Plan) -> None:
         f"this plan is of another model (fingerprint {plan.document.fingerprint}, this model's is {here}): "
         f"{'; '.join(different[:3])}{more}. Probe this model and make its own plan"
     )
+
+
+def _fingerprint(sites: dict[str, nn.Linear]) -> str:
+    return fingerprint((name, site.in_features, site.out_features, site.bias is not None) for name, site in sites.items())
 
 
 def _different_sites(sites: dict[str, nn.Linear], plan: Plan) -> list[str]:

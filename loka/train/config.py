@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from loka.core.errors import InvalidInput
+from loka.core.plan import digest_of_plan
 
 Option = str | int | float | tuple[int, ...]  # a command line gives text, which the model or data set reads as it needs
 
@@ -57,6 +58,10 @@ class TrainConfig:
     """Arithmetic of the dense part."""
     compile: bool = False
     """torch.compile the dense part."""
+    mods: tuple[str, ...] = ()
+    """Mods to make on the dense part before training, e.g. --mods no_bias --mods block_norm."""
+    plan: str | None = None
+    """The plan to train by: a folder with plan.json, or its path."""
     seed: int = 0
     """Decides the first weights and the order of the data."""
     device: str = "auto"
@@ -78,12 +83,17 @@ class TrainConfig:
                 raise InvalidInput(f"{name} must be above 0, got {getattr(self, name)}")
         if self.weight_decay < 0:
             raise InvalidInput(f"weight_decay must not be negative, got {self.weight_decay}")
+        if self.plan is not None and not Path(self.plan).exists():
+            raise InvalidInput(f"there is no plan at {self.plan}: make one with `loka plan RUN`, and give RUN or RUN/plan.json")
         if self.data_path is not None and not Path(self.data_path).exists():
             raise InvalidInput(f"there is nothing at {self.data_path}: give the path of the {self.data} data")
 
     def identity(self, device_type: str) -> dict[str, object]:
         """The fields that decide the run's numbers, as JSON holds them: a checkpoint continues only a run with the same."""
-        fields = asdict(self) | {"device": device_type}
+        fields = asdict(self) | {"device": device_type, "plan": self.plan and digest_of_plan(self.plan)}
+        for name in ("mods", "plan"):  # checkpoints from before there were any know neither
+            if not fields[name]:
+                del fields[name]
         if not self.decay_steps:
             del fields["steps"]  # nothing depends on where the run ends, so it may be continued for longer
         return msgspec.json.decode(msgspec.json.encode({k: v for k, v in fields.items() if k not in _FREE_ON_RESUME}))

@@ -14,6 +14,7 @@ from loka.data.batch import Batch
 from loka.data.dataset import Dataset, open_dataset
 from loka.models.recommender import Recommender
 from loka.models.registry import MODELS, build_model
+from loka.train.adapt import adapt
 from loka.train.config import Precision, TrainConfig
 from loka.train.metrics import Metrics, MetricSums
 from loka.train.nonfinite import NonFiniteLoss, find_nonfinite, save_batch
@@ -51,7 +52,8 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
         data = open_dataset(config.data, path=config.data_path, seed=config.seed, device=device, **config.data_options)
         steps = _steps(config, data)
         config = replace(config, steps=steps)
-        model = build_model(config.model, config.preset, data.schema, **config.model_options)
+        model = build_model(config.model, config.preset, data.schema, **config.model_options).to(device)
+        adapt(model, config, data.train(config.batch_size))
         trainer = Trainer(model, config)
         if folder:
             folder.begin(trainer)

@@ -1,0 +1,93 @@
+"""``loka plan``: from a run's Survey its Plan, printed as a table."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
+from loka.core.gemm import Role
+
+if TYPE_CHECKING:
+    from loka.core.plan import Plan, SitePlan
+
+
+def plan(
+    run: Path,
+    *,
+    goal: Annotated[Literal["training", "serving"], Parameter(help="All three GEMMs of a site, or fprop alone.")] = "training",
+    max_error: Annotated[float, Parameter(help="Largest mere_floored, by the upper end of its interval.")] = 0.2,
+    min_speedup: Annotated[float, Parameter(help="A site must get this many times as fast, casts included.")] = 1.05,
+    keep: Annotated[
+        list[str] | None, Parameter(help="Sites, modules or patterns that stay in high precision.", consume_multiple=True)
+    ] = None,
+    site: Annotated[str | None, Parameter(help="Print everything about one site: each choice and refusal.")] = None,
+) -> None:
+    """Choose the fastest kernels that are accurate enough, from the survey in RUN; writes RUN/plan.json.
+
+    Nothing is measured: plan again with other limits as often as you like.
+
+    Example: loka measure run && loka plan run --goal serving --max-error 0.1
+    """
+    from loka.core.survey import Survey
+    from loka.planner.plan import make_plan
+
+    made = make_plan(Survey.load(run), goal=goal, max_error=max_error, min_speedup=min_speedup, keep=keep or ())
+    chosen = None if site is None else _site(made, site)
+    path = made.save(run)
+    if chosen is not None:
+        _print_site(chosen)
+        return
+    out = console()
+    out.print(_table(made))
+    for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
+        out.print(f"[bold]high precision:[/] {names}\n    {reason}", highlight=False)
+    out.print(f"{path}   {_total(made)}")
+    out.print(f"Next: loka train --plan {path}   (why a kernel was not chosen: loka plan {run} --site NAME)")
+
+
+def _table(made: "Plan") -> Table:
+    """A site a line, a role a column: its kernel and error; the site's time in a step and the speed-up."""
+    roles = list(made.sites[0].kernels)
+    limits = ", ".join(f"{role} {made.document.max_error[role]:g}" for role in roles)
+    document = made.document
+    title = f"{document.goal} on {document.environment.device}: error up to {limits}; at least {document.min_speedup:g}×"
+    table = plain_table(title, ["site", "in×out", *roles, "µs a step", "was", "×"])
+    for one in made.sites:
+        times = [microseconds(one.time_us), microseconds(one.baseline_us), f"{one.speedup:.2f}"]
+        table.add_row(one.site, f"{one.k}×{one.n}", *(_cell(one, role) for role in roles), *times)
+    return table
+
+
+def _cell(one: "SitePlan", role: Role) -> str:
+    choice = one.kernels[role]
+    if choice.error is None:
+        return "–"
+    name = choice.kernel if one.transform == "none" else f"{choice.kernel} {one.transform}"
+    return f"{name} {choice.error.mean:.3f}"
+
+
+def _total(made: "Plan") -> str:
+    before, behind = sum(s.baseline_us for s in made.sites), sum(s.time_us for s in made.sites)
+    low = sum(s.is_low_precision for s in made.sites)
+    speedup = before / behind if behind else 1.0
+    return f"{low} of {len(made.sites)} sites in low precision, {speedup:.2f}× over all sites"
+
+
+def _site(made: "Plan", name: str) -> "SitePlan":
+    from loka.core.registry import Registry
+
+    sites: Registry[SitePlan] = Registry("site")
+    for one in made.sites:
+        sites.add(one.site, one)
+    return sites.get(name)
+
+
+def _print_site(one: "SitePlan") -> None:
+    out = console()
+    out.print(f"[bold]{one.site}[/] {one.k}×{one.n}: {one.reason}", highlight=False)
+    for role, choice in one.kernels.items():
+        out.print(f"  {role}: {choice.kernel}: {choice.reason}", highlight=False)
+    for names, reason in grouped_reasons((r.kernel, r.role, r.reason) for r in one.refused):
+        out.print(f"  not {names}: {reason}", highlight=False)

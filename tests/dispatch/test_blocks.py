@@ -1,0 +1,161 @@
+"""Fused blocks and chains in a model. Here the kernels cannot run, so the blocks compute by their high-precision reference."""
+
+import copy
+
+import pytest
+import torch
+from plans import ROWWISE, plan_for
+from torch import Tensor, nn
+
+import loka
+from loka.core.errors import KernelUnavailable
+from loka.core.plan import BlockPlan, Plan
+from loka.dispatch.apply import give_back
+from loka.dispatch.planned import PassThrough, PlannedLinear
+from loka.dispatch.swap import required_applied
+from loka.nn import fused_block
+from loka.nn.fused_block import FusedBlock
+
+
+class Chain(nn.Module):
+    """Three blocks in a row, a layer of its own kind and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential()
+        for _ in range(3):
+            self.layers.extend([nn.Linear(32, 32, bias=False), loka.BlockNorm(32), nn.Hardswish()])
+        self.side = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.side(self.layers(x)))
+
+
+def chain() -> Chain:
+    torch.manual_seed(0)
+    return Chain()
+
+
+def block(index: int, producer: str | None = None) -> BlockPlan:
+    return BlockPlan("triton.block", f"layers.{index + 1}", f"layers.{index + 2}", producer is not None, producer)
+
+
+def chain_plan(model: nn.Module) -> Plan:
+    blocks = {"layers.0": block(0), "layers.3": block(3, "layers.0"), "layers.6": block(6, "layers.3")}
+    return plan_for(model, {**blocks, "side": ROWWISE})
+
+
+@pytest.fixture(autouse=True)
+def _pretend_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is bound as on a GPU, linked as on a GPU, and computes by its reference."""
+    monkeypatch.setattr(fused_block, "why_not_here", lambda device, dtype: None)
+    monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: None)
+
+    def run(spec, blocks, entry, outputs, x):  # type: ignore[no-untyped-def]
+        for one in blocks:
+            x = one.reference(x)
+        return (x,)
+
+    monkeypatch.setattr(fused_block, "_run", run)
+
+
+def batch() -> Tensor:
+    return torch.randn(20, 32, generator=torch.Generator().manual_seed(1))
+
+
+def test_blocks_absorb_what_is_behind_them_and_chain() -> None:
+    model, plain = chain(), chain()
+    keys, parameters = list(model.state_dict()), list(map(id, model.parameters()))
+    loka.apply_plan(model, chain_plan(model))
+    first, second, third = (model.layers[index] for index in (0, 3, 6))
+    assert isinstance(first, FusedBlock)
+    assert first.followers == (second, third)
+    assert [type(model.layers[index]) for index in (1, 2, 4, 5)] == [PassThrough] * 4
+    assert "absorbed by layers.3" in repr(model.layers[4])
+    assert isinstance(model.side, PlannedLinear)
+    assert list(model.state_dict()) == keys
+    assert list(map(id, model.parameters())) == parameters
+    torch.testing.assert_close(model.layers(batch()), plain.layers(batch()))
+    model.layers(batch()).sum().backward()
+    plain.layers(batch()).sum().backward()
+    torch.testing.assert_close(model.layers[6].weight.grad, plain.layers[6].weight.grad)
+    other = copy.deepcopy(model)
+    torch.testing.assert_close(other.layers(batch()), plain.layers(batch()))
+    for one in (model, other):
+        loka.restore(one)
+        assert [type(module) for module in one.modules()] == [type(module) for module in plain.modules()]
+        torch.testing.assert_close(one(batch()), plain(batch()))
+
+
+@pytest.mark.parametrize(("site", "followers"), [("layers.0", [1, 0]), ("layers.3", [0, 0]), ("layers.6", [1, 0])])
+def test_one_block_of_a_chain_is_given_back(site: str, followers: list[int]) -> None:
+    model, plain = chain(), chain()
+    loka.apply_plan(model, chain_plan(model))
+    give_back(model, site, "drifted")
+    assert type(model.get_submodule(site)) is nn.Linear
+    left = [model.layers[index] for index in (0, 3, 6) if f"layers.{index}" != site]
+    assert [len(one.followers) for one in left if isinstance(one, FusedBlock)] == followers
+    torch.testing.assert_close(model.layers(batch()), plain.layers(batch()))
+    runs = {planned.site: planned for planned in required_applied(model).plan.sites}
+    assert runs[site].reason == "drifted"
+    assert all(planned.block.producer != site for planned in runs.values() if planned.block)
+    loka.restore(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+
+
+class Shared(nn.Module):
+    """One activation behind two layers: neither may absorb it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 1)
+        self.norm_a, self.norm_b, self.act = loka.BlockNorm(32), loka.BlockNorm(32), nn.Hardswish()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.act(self.norm_b(self.b(self.act(self.norm_a(self.a(x)))))))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.head = nn.Linear(32, 32), loka.BlockNorm(32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.a(x)) if x.sum() > -1e9 else x)
+
+
+@pytest.mark.parametrize(
+    ("model", "planned", "message"),
+    [
+        (
+            Shared(),
+            {"a": BlockPlan("triton.block", "norm_a", "act")},
+            "a cannot absorb act, which runs behind other layers too",
+        ),
+        (
+            Shared(),
+            {"a": BlockPlan("triton.block", "norm_b", None)},
+            "a is planned with norm_b behind it, and here it is norm_a",
+        ),
+        (Branching(), {"a": BlockPlan("triton.block", "norm", None)}, r"a cannot be followed through the model: pass example="),
+    ],
+)
+def test_what_the_data_flow_does_not_allow_is_refused(model: nn.Module, planned: dict, message: str) -> None:
+    with pytest.raises(KernelUnavailable, match=message):
+        loka.apply_plan(model, plan_for(model, planned))
+    assert not any(isinstance(module, FusedBlock) for module in model.modules())
+
+
+def test_an_example_shows_what_a_trace_cannot() -> None:
+    model = Branching()
+    applied = loka.apply_plan(model, plan_for(model, {"a": BlockPlan("triton.block", "norm", None)}), example=(batch(),))
+    assert applied.sites == ("a",)
+    assert isinstance(model.norm, PassThrough)
+
+
+def test_a_chain_through_something_else_is_refused() -> None:
+    model = chain()
+    plan = plan_for(model, {"layers.0": block(0), "layers.6": block(6, "layers.0")})
+    with pytest.raises(KernelUnavailable, match=r"layers.6 is planned to take FP8 from layers.0 alone, and here it does not"):
+        loka.apply_plan(model, plan)

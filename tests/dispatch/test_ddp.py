@@ -1,0 +1,36 @@
+"""Two ranks of DistributedDataParallel over gloo, against the same steps in one process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from plans import MIXED, batch, plan_for, tower
+
+import loka
+
+
+@pytest.mark.slow
+def test_a_planned_model_trains_alike_on_both_ranks(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("ddp_rank.py")
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank), tmp_path], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=100)
+        assert rank.returncode == 0, errors
+    # In one process: each rank's gradient by itself, and their mean.
+    model = tower(seed=0)
+    loka.apply_plan(model, plan_for(model, MIXED))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in (0, 1):
+            (0.5 * model(batch(seed=10 * step + rank)).square().mean()).backward()
+        optimizer.step()
+    for when in ("before", "after"):
+        zero, one = (torch.load(tmp_path / f"{when}-{rank}.pt", weights_only=True) for rank in (0, 1))
+        for name, value in model.state_dict().items():
+            assert torch.equal(zero[name], one[name])
+            torch.testing.assert_close(zero[name], value, rtol=1e-3, atol=1e-6)

@@ -1,0 +1,48 @@
+from pathlib import Path
+
+import pytest
+from planned_survey import baseline, candidate, site, survey
+
+from loka.cli import app
+from loka.core.errors import InvalidFile, UnknownName
+from loka.core.gemm import Role
+from loka.core.plan import Goal, Plan
+
+
+def run(words: str) -> None:
+    app(words, exit_on_error=False, result_action="return_value")
+
+
+@pytest.fixture
+def surveyed(tmp_path: Path) -> Path:
+    fast = candidate("a.one", Role.FPROP, {100: 10.0}, forms=("fp32", "fp32"))
+    high = baseline({role: {100: 100.0} for role in Role})
+    survey(site("mlp.0", (*high, fast)), site("mlp.1", (*high, fast)), site("out", (*high, fast), is_head=True)).save(tmp_path)
+    return tmp_path
+
+
+def test_it_prints_the_table_writes_the_plan_and_names_the_next_command(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    run(f"plan {surveyed} --goal serving --max-error 0.15 --min-speedup 1.1 --keep mlp.1")
+    text = capsys.readouterr().out
+    line = next(line for line in text.splitlines() if "mlp.0" in line)
+    assert line.split() == ["mlp.0", "64×32", "a.one", "0.090", "10.0", "100.0", "10.00"]
+    assert "kept in high precision by keep='mlp.1'" in text
+    assert "1 of 3 sites in low precision, 1.43× over all sites" in " ".join(text.split())
+    assert "Next: loka train --plan" in text
+    document = Plan.load(surveyed).document
+    assert (document.goal, document.min_speedup, document.keep) == (Goal.SERVING, 1.1, ("mlp.1",))
+    assert document.max_error[Role.FPROP] == 0.15
+
+
+def test_it_explains_one_site(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    run(f"plan {surveyed} --site out")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "out 64×32: a prediction head, and heads stay in high precision" in text
+    assert "not a.one (fprop): a prediction head" in text
+    with pytest.raises(UnknownName, match=r"no site is called 'ou'\. Did you mean 'out'"):
+        run(f"plan {surveyed} --site ou")
+
+
+def test_without_a_survey_it_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(InvalidFile, match=r"there is no .*survey.json: make it with `loka measure"):
+        run(f"plan {tmp_path}")
