@@ -64,7 +64,7 @@ class FusedBlock(nn.Module):
         """Cast the weight again, into the buffers that are there."""
         if self.why_reference is None:
             assert isinstance(self.spec, BlockSpec)
-            store_casts(self, cast_weight(self.weight.detach(), self.spec.blocks)._asdict())
+            store_casts(self, cast_weight(self.weight.detach())._asdict())
 
     def tensors(self) -> BlockTensors:
         """What the fused kernels read."""

@@ -1,6 +1,6 @@
 """One fused block, a step at a time: how its input comes to be FP8, its forward kernel, and its backward kernels.
 
-Axes:  M rows of the batch,  K features into the block,  N out of it,  B norm blocks,  G groups of rows in backward.
+Axes:  M rows of the batch,  K features into the block,  N out of it,  B norm blocks.
 
 Codes are e4m3. Forward saves the codes of what the norm returned, and of the input transposed, as wgrad reads it. Behind a
 norm their scale is a constant; an input from elsewhere is cast with a scale a row.
@@ -16,20 +16,18 @@ from loka.kernels.operand import padded_size
 from loka.kernels.triton.block import (
     BlockOutputs,
     Wanted,
-    block_backward,
     block_forward,
     norm_backward,
     norm_forward,
-    spread_blocks,
 )
 from loka.kernels.triton.casts import Target, cast_matrix
-from loka.kernels.triton.gemm import grouped_gemm
-from loka.kernels.triton.tiles import NormBlocks
+from loka.kernels.triton.gemm import gemm
+from loka.kernels.triton.tiles import NormBlocks, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
 
 
 class WeightCodes(NamedTuple):
-    """Codes of a weight with a scale a row; transposed, its columns lie in the order of dz's (``spread_blocks``)."""
+    """Codes of a weight and of its transpose, each with a scale a row."""
 
     codes_NK: Tensor
     scale_N: Tensor
@@ -83,16 +81,10 @@ class Gradients(NamedTuple):
     bias_N: Tensor | None
 
 
-def cast_weight(weight_NK: Tensor, blocks: NormBlocks) -> WeightCodes:
-    """Both forms of a weight that the block reads whose norm has ``blocks``."""
+def cast_weight(weight_NK: Tensor) -> WeightCodes:
+    """Both forms of a weight that a block reads."""
     n, k = weight_NK.shape
-    spread_NK = spread_blocks(weight_NK, blocks)
-    plain, transposed = _rowwise(n, k), _rowwise(k, spread_NK.shape[0])
-    if spread_NK is weight_NK:
-        return WeightCodes(*cast_matrix(weight_NK, plain, transposed))
-    codes_NK, scale_N, _, _ = cast_matrix(weight_NK, plain, Target.none())
-    _, _, codes_KN, scale_K = cast_matrix(spread_NK, Target.none(), transposed)
-    return WeightCodes(codes_NK, scale_N, codes_KN, scale_K)
+    return WeightCodes(*cast_matrix(weight_NK, _rowwise(n, k), _rowwise(k, n)))
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:
@@ -132,19 +124,31 @@ def backward_block(
     *, needs: GradientNeeds, x_dtype: torch.dtype, weight_dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
     """The gradients asked for; the bias's is float32. ``x_factor`` is the constant part of the input's scale."""
-    n, k = spec.blocks.features, spec.in_features
-    dz = block_backward(
-        dy_MN, saved.normed_MN, saved.rstd_BM, spec.blocks, spec.activation,
-        plain=needs.x, transposed=needs.weight, bias=needs.bias,
-    )  # fmt: skip
+    m, n, k = dy_MN.shape[0], spec.blocks.features, spec.in_features
+    dz = norm_backward(dy_MN, saved.normed_MN, saved.rstd_BM, spec.blocks, spec.activation, bias=needs.bias)
+    codes_MN, scale_M, codes_NM, scale_N = cast_matrix(
+        dz.dz_MN, _rowwise(m, n) if needs.x else Target.none(), _rowwise(n, m) if needs.weight else Target.none(), dz.amax
+    )
     dx_MK = dw_NK = None
     if needs.weight:
-        dw_NK = grouped_gemm(
-            dz.codes_NM, saved.x_codes_KM, dz.scale_GN, saved.x_scale_K, n, k, out_dtype=weight_dtype, b_factor=x_factor
-        )
+        dw_NK = _product(codes_NM, scale_N, saved.x_codes_KM, saved.x_scale_K, (n, k, m), weight_dtype, x_factor)
     if needs.x:
-        dx_MK = grouped_gemm(dz.codes_MN, codes_KN, dz.scale_BM, scale_K, dy_MN.shape[0], k, out_dtype=x_dtype)
+        dx_MK = _product(codes_MN, scale_M, codes_KN, scale_K, (m, k, n), x_dtype)
     return Gradients(dx_MK, dw_NK, dz.bias_N if needs.bias else None)
+
+
+def _product(
+    a_codes: Tensor, a_scale: Tensor, b_codes: Tensor, b_scale: Tensor | None, sizes: tuple[int, int, int],
+    out_dtype: torch.dtype, b_factor: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """a·bᵀ of ``sizes`` (m, n, k). Where a long contraction asks for full sums, cuBLAS is the faster, if it takes the shape."""
+    m, n, k = sizes
+    if is_promoted(k) and n % 16 == 0 and k % 16 == 0:
+        scale_n = a_scale.new_full((n, 1), b_factor) if b_scale is None else b_factor * b_scale
+        a, b = a_codes[:, :k], b_codes[:, :k].t()
+        out = torch._scaled_mm(a, b, a_scale, scale_n.t(), out_dtype=torch.bfloat16, use_fast_accum=False)
+        return out.to(out_dtype)
+    return gemm(a_codes, b_codes, a_scale, b_scale, m, n, k, out_dtype=out_dtype, promoted=is_promoted(k), b_factor=b_factor)
 
 
 def _wanted(activation: str, *, codes: bool, transposed: bool, saved: bool, high: torch.dtype | None = None) -> Wanted:

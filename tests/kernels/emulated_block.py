@@ -10,20 +10,19 @@ from torch.nn import functional as F
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import padded_size
-from loka.kernels.triton.block import BlockGradients, BlockOutputs, NormGradient, Wanted, spread_blocks
+from loka.kernels.triton.block import BlockOutputs, NormGradient, Wanted
 from loka.kernels.triton.casts import NOT_WRITTEN, Target
 from loka.kernels.triton.tiles import NormBlocks
 from loka.nn.block_norm import block_sizes
 from loka.numerics.formats import encode
-from loka.numerics.scaling import amax, quantize, scale_from_amax
+from loka.numerics.scaling import quantize
 
-GROUP = 64
 ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    for op in (block_forward, norm_forward, norm_backward, block_backward, grouped_gemm, cast_matrix):
+    for op in (block_forward, norm_forward, norm_backward, gemm, cast_matrix):
         monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
@@ -54,27 +53,6 @@ def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, 
     )
 
 
-def block_backward(
-    dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str,
-    *, plain: bool, transposed: bool, bias: bool,
-) -> BlockGradients:  # fmt: skip
-    sizes = block_sizes(blocks.features, blocks.block)
-    dz_MN = _gradient(dy_MN, normed_MN, rstd_BM, blocks, activation)
-    parts = dz_MN.split(sizes, 1)
-    scale_BM = torch.stack([scale_from_amax(amax(part, Scaling.ROWWISE), Format.E4M3)[:, 0] for part in parts])
-    spread_MN = spread_blocks(dz_MN.t(), blocks).t() / scale_BM.t().repeat_interleave(blocks.room, 1)
-    grouped_NGM = F.pad(dz_MN, (0, 0, 0, -len(dz_MN) % GROUP)).t().unflatten(1, (-1, GROUP))
-    scale_NG = scale_from_amax(grouped_NGM.abs().amax(2), Format.E4M3)
-    empty = dz_MN.new_empty(0, 0)
-    return BlockGradients(
-        encode(spread_MN, Format.E4M3) if plain else empty,
-        scale_BM if plain else empty,
-        encode(grouped_NGM / scale_NG[:, :, None], Format.E4M3).flatten(1) if transposed else empty,
-        scale_NG.t().contiguous() if transposed else empty,
-        dz_MN.sum(0) if bias else empty.sum(0),
-    )
-
-
 def norm_backward(
     dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str, *, bias: bool
 ) -> NormGradient:
@@ -83,17 +61,16 @@ def norm_backward(
     return NormGradient(dz_MN.to(dy_MN.dtype), dz_MN.new_empty(0, dtype=torch.int32), dz_MN.sum(0))
 
 
-def grouped_gemm(
-    a_MK: Tensor, b_NK: Tensor, a_scale_GM: Tensor, b_scale: Tensor | None, m: int, n: int,
-    *, out_dtype: torch.dtype, b_factor: float = 1.0,
+def gemm(
+    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor | None, m: int, n: int, k: int,
+    *, out_dtype: torch.dtype, promoted: bool, b_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    assert b_NK.stride(0) % 16 == 0
-    a_MGL = a_MK[:m].float().unflatten(1, (len(a_scale_GM), -1)) * a_scale_GM.t()[:, :, None]
-    b = b_NK[:n].float() * (b_factor if b_scale is None else b_factor * b_scale.reshape(n, 1))
-    return (a_MGL.flatten(1)[:, : b.shape[1]] @ b.t()).to(out_dtype)
+    assert a_MK.stride(0) % 16 == b_NK.stride(0) % 16 == 0
+    b = b_NK[:n, :k].float() * (b_factor if b_scale is None else b_factor * b_scale.reshape(n, 1))
+    return (a_MK[:m, :k].float() * a_scale.reshape(m, 1) @ b.t()).to(out_dtype)
 
 
-def cast_matrix(x: Tensor, plain: Target, trans: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def written(matrix: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         if target.scaling == NOT_WRITTEN:
             return x.new_empty(0, 0), x.new_empty(0, 0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import loka
 from loka.core.recipe import Format, Scaling
 from loka.kernels.triton.block import Wanted
-from loka.nn import fused_function, fused_steps
+from loka.nn import fused_block, fused_function, fused_steps
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_block import FusedBlock, FusedChain
 from loka.numerics.metrics import relative_rms
@@ -152,7 +152,7 @@ def test_kernels_compute_what_their_emulation_does(kernels_on: torch.device, mon
     loka.refresh(chain)
     for name, value in run_fused(chain, x, dys).items():
         # A sum that falls on the other side of a tie is rounded to the neighbouring code.
-        assert relative_rms(by_kernels[name], value) < 0.005, name
+        assert relative_rms(by_kernels[name], value) < 0.01, name
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 1, 33), (2, 17, 1)])
@@ -196,15 +196,15 @@ def _changed(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 BREAKS = {
     "norm": ("block_forward", _changed(arg9=lambda eps: eps + 0.5)),
-    "norm's gradient": ("block_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
+    "norm's gradient": ("norm_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
     "entry's norm": ("norm_forward", _changed(arg0=lambda x: x[:, :1] * x)),
-    "entry's gradient": ("norm_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
+    "entry's gradient": ("norm_input_backward", _changed(result=lambda dx: dx * 1.2)),
     "activation": ("block_forward", _changed(arg10=lambda activation: "relu")),
-    "activation's gradient": ("block_backward", _changed(arg4=lambda activation: "none")),
+    "activation's gradient": ("norm_backward", _changed(arg4=lambda activation: "none")),
     "scale of the input": ("block_forward", _changed(arg2=lambda factor: factor * 1.5)),
     "scale of the weight": ("block_forward", _changed(arg4=lambda scale_N: scale_N.mean().expand_as(scale_N).contiguous())),
     "scale in wgrad": ("backward_block", _changed(arg3=lambda factor: factor * 1.2)),
-    "transposed weight": ("spread_blocks", lambda spread: lambda weight, blocks: weight.roll(1, 0)),
+    "transposed weight": ("cast_weight", _changed(result=lambda w: w._replace(codes_KN=w.codes_KN.roll(1, 0)))),
     "transposed input": ("_handed_on", _changed(result=lambda x: x._replace(codes_KM=x.codes_KM.roll(1, 0)))),
     "rows of the batch": ("_handed_on", _changed(result=lambda x: x._replace(codes_MK=x.codes_MK.roll(1, 0)))),
 }
@@ -222,7 +222,7 @@ def test_each_stage_is_missed(fused_on: torch.device, stage: str, monkeypatch: p
             block.bias.normal_(std=1.0)
     chain = FusedChain(blocks, entry=loka.BlockNorm(64)).to(fused_on)
     check(chain, 64, fused_on)
-    where = fused_function if name == "backward_block" else fused_steps
+    where = {"backward_block": fused_function, "cast_weight": fused_block}.get(name, fused_steps)
     monkeypatch.setattr(where, name, breaking(getattr(where, name)))
     loka.refresh(chain)
     with pytest.raises(AssertionError, match="if cast separately"):

@@ -12,11 +12,12 @@ from torch import Tensor
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.gemm import descriptor
 from loka.kernels.triton.tiles import (
+    NORM_BACKWARD_ROWS,
     NORM_ROWS,
     NormBlocks,
     ceil_div,
-    choose_backward_tiles,
     choose_block_tiles,
+    grid,
     is_promoted,
     multiprocessors,
     norm_backward_steps,
@@ -47,16 +48,6 @@ class BlockOutputs(NamedTuple):
     codes_NM: Tensor
     normed_MN: Tensor  # codes of what the norm returned, before the activation
     rstd_BM: Tensor
-
-
-class BlockGradients(NamedTuple):
-    """dz as backward's products read it; what was not wanted has no elements."""
-
-    codes_MN: Tensor  # (M, B·room): each norm block in a tile's columns, zeros behind it
-    scale_BM: Tensor
-    codes_NM: Tensor  # (N, G·group)
-    scale_GN: Tensor
-    bias_N: Tensor
 
 
 def block_forward(
@@ -93,15 +84,16 @@ def _block_forward(
     from loka.kernels.triton import block_kernels as kernels
 
     blocks, wanted = NormBlocks(n, block), Wanted(high, codes, transposed, saved)
-    tiles = choose_block_tiles(m, blocks, k, multiprocessors(x.device), has_bias=bias is not None, forms=wanted.forms)
+    tiles = choose_block_tiles(m, blocks, k, multiprocessors(x.device), forms=wanted.forms)
     out = _outputs(x, m, blocks, wanted)
-    kernels.block_forward_kernel[(ceil_div(m, tiles.rows) * blocks.count,)](
+    programs, persistent = grid(ceil_div(m, tiles.rows) * blocks.count, tiles, multiprocessors(x.device))
+    kernels.block_forward_kernel[(programs,)](
         descriptor(x, m, k, tiles.rows, tiles.depth), descriptor(w, n, k, tiles.cols, tiles.depth),
         x_scale, w_scale, bias, *out,
         m, n, k, blocks.count, eps, x_factor, 1 / blocks.code_scale, padded_size(n, 16), padded_size(m, 16),
         ROWS=tiles.rows, COLS=tiles.cols, WIDTH=blocks.width, WIDER=blocks.wider, DEPTH=tiles.depth, PROMOTED=is_promoted(k),
         X_ROWWISE=x_scale is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
-        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved,
+        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved, PERSISTENT=persistent,
         num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return out
@@ -200,13 +192,13 @@ def _norm_backward(
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     m, blocks = dy.shape[0], NormBlocks(n, block)
     steps = norm_backward_steps(m, blocks, multiprocessors(dy.device))
-    groups = ceil_div(m, NORM_ROWS * steps)
+    groups = ceil_div(m, NORM_BACKWARD_ROWS * steps)
     dz, amax, bias_sums = dy.new_empty((m, n)), dy.new_zeros(m + n, dtype=torch.int32), _bias_sums(dy, groups, n, bias)
     kernels.norm_backward_kernel[(groups * blocks.count,)](
         dy, normed, rstd, dz, amax[:m], amax[m:], bias_sums,
         m, n, dy.stride(0), normed.stride(0), blocks.count, blocks.code_scale,
-        ROWS=NORM_ROWS, STEPS=steps, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation, BIAS=bias,
-        num_warps=8, launch_pdl=dy.is_cuda,
+        ROWS=NORM_BACKWARD_ROWS, STEPS=steps, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider,
+        ACTIVATION=activation, BIAS=bias, num_warps=8, launch_pdl=dy.is_cuda,
     )  # fmt: skip
     return dz, amax, bias_sums
 
@@ -216,93 +208,9 @@ def _(
     dy: Tensor, normed: Tensor, rstd: Tensor, n: int, block: int, activation: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     m = dy.shape[0]
-    groups = ceil_div(m, NORM_ROWS * norm_backward_steps(m, NormBlocks(n, block), multiprocessors(dy.device)))
+    groups = ceil_div(m, NORM_BACKWARD_ROWS * norm_backward_steps(m, NormBlocks(n, block), multiprocessors(dy.device)))
     return dy.new_empty((m, n)), dy.new_empty(m + n, dtype=torch.int32), _bias_sums(dy, groups, n, bias)
 
 
 def _bias_sums(dy: Tensor, groups: int, n: int, wanted: bool) -> Tensor:
     return dy.new_empty((groups, n) if wanted else (0, 0), dtype=torch.float32)
-
-
-def block_backward(
-    dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str,
-    *, plain: bool, transposed: bool, bias: bool,
-) -> BlockGradients:  # fmt: skip
-    """The gradient behind activation and norm, cast for dgrad (``plain``) and wgrad (``transposed``), and the bias's."""
-    *casts, bias_sums_GN = torch.ops.loka.block_backward(
-        dy_MN, normed_MN, rstd_BM, blocks.features, blocks.block, activation, plain, transposed, bias
-    )
-    return BlockGradients._make([*casts, bias_sums_GN.sum(0)])
-
-
-@torch.library.custom_op("loka::block_backward", mutates_args=())
-def _block_backward(
-    dy: Tensor,
-    normed: Tensor,
-    rstd: Tensor,
-    n: int,
-    block: int,
-    activation: str,
-    plain: bool,
-    transposed: bool,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from loka.kernels.triton import block_kernels as kernels
-
-    dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    m, blocks = dy.shape[0], NormBlocks(n, block)
-    tiles = choose_backward_tiles(m, blocks, multiprocessors(dy.device))
-    groups = ceil_div(m, tiles.group)
-    out = _gradients(dy, blocks, groups, tiles.group, plain, transposed, bias)
-    kernels.block_backward_kernel[(groups * blocks.count,)](
-        dy, normed, rstd, *out,
-        m, n, dy.stride(0), normed.stride(0), blocks.count, groups, blocks.code_scale,
-        ROWS=tiles.rows, STEPS=tiles.steps, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation,
-        PLAIN=plain, TRANS=transposed, BIAS=bias, num_warps=tiles.warps, launch_pdl=dy.is_cuda,
-    )  # fmt: skip
-    return out
-
-
-@_block_backward.register_fake
-def _(
-    dy: Tensor,
-    normed: Tensor,
-    rstd: Tensor,
-    n: int,
-    block: int,
-    activation: str,
-    plain: bool,
-    transposed: bool,
-    bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    blocks = NormBlocks(n, block)
-    tiles = choose_backward_tiles(dy.shape[0], blocks, multiprocessors(dy.device))
-    return _gradients(dy, blocks, ceil_div(dy.shape[0], tiles.group), tiles.group, plain, transposed, bias)
-
-
-def _gradients(
-    dy: Tensor, blocks: NormBlocks, groups: int, group: int, plain: bool, transposed: bool, bias: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    m, n, fp8 = dy.shape[0], blocks.features, torch.float8_e4m3fn
-
-    def empty(rows: int, cols: int, dtype: torch.dtype, needed: bool) -> Tensor:
-        return dy.new_empty((rows, cols) if needed else (0, 0), dtype=dtype)
-
-    return (
-        empty(m, blocks.count * blocks.room, fp8, plain),
-        empty(blocks.count, m, torch.float32, plain),
-        empty(n, groups * group, fp8, transposed),
-        empty(groups, n, torch.float32, transposed),
-        empty(groups, n, torch.float32, bias),
-    )
-
-
-def spread_blocks(w_NK: Tensor, blocks: NormBlocks) -> Tensor:
-    """A weight's rows with each norm block at a multiple of ``room``, zeros between: the order of dz's columns."""
-    if blocks.features == blocks.count * blocks.room:
-        return w_NK
-    spread = w_NK.new_zeros((blocks.count, blocks.room, w_NK.shape[1]))
-    longer = blocks.wider * (blocks.width + 1)
-    spread[: blocks.wider, : blocks.width + 1] = w_NK[:longer].unflatten(0, (blocks.wider, blocks.width + 1))
-    spread[blocks.wider :, : blocks.width] = w_NK[longer:].unflatten(0, (-1, blocks.width))
-    return spread.flatten(0, 1)

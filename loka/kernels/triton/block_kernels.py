@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from loka.kernels.triton.fp8 import (
-    divide,
     let_next_kernel_start,
     magnitude,
-    scale_of,
     to_e4m3,
     wait_for_kernels_before,
 )
@@ -92,20 +90,17 @@ def _normalize_and_store(
 
 
 @triton.jit
-def block_forward_kernel(
-    x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr,
-    y_ptr, codes_ptr, codes_t_ptr, normed_ptr, rstd_ptr,
-    m, n, k, blocks, eps, x_factor, codes_per_unit, codes_stride, codes_t_stride,
+def _product(
+    tile, x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, k, blocks, x_factor,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, DEPTH: tl.constexpr,
-    PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
+    PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Product, norm and activation of one norm block for ROWS rows. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
-    wait_for_kernels_before()
-    tile_m, block = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), blocks)
+    """z of one tile (0 outside its norm block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
+    tile_m, block = tile_of(tile, tl.cdiv(m, ROWS), blocks)
     first_n, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
     sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED)
-    let_next_kernel_start()
+    if STARTS_NEXT:
+        let_next_kernel_start()
     index_M = tile_m * ROWS + tl.arange(0, ROWS)
     w_scale_N = tl.load(w_scale_ptr + index_N, mask=inside_N, other=0.0) * x_factor
     z_MN = tl.where(inside_N[None, :], sum_MN * w_scale_N[None, :], 0.0)
@@ -113,11 +108,45 @@ def block_forward_kernel(
         z_MN *= tl.load(x_scale_ptr + index_M, mask=index_M < m, other=0.0)[:, None]
     if HAS_BIAS:
         z_MN += tl.load(bias_ptr + index_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
-    _normalize_and_store(
-        z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-        y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
-        ACTIVATION, HIGH, CODES, CODES_T, SAVED,
-    )  # fmt: skip
+    return z_MN, index_M, index_N, inside_N, size, block
+
+
+@triton.jit
+def block_forward_kernel(
+    x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr,
+    y_ptr, codes_ptr, codes_t_ptr, normed_ptr, rstd_ptr,
+    m, n, k, blocks, eps, x_factor, codes_per_unit, codes_stride, codes_t_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, DEPTH: tl.constexpr,
+    PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """Product, norm and activation of one norm block for ROWS rows.
+
+    PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the loads of the next tile
+    run under the epilogue of this one. Else it has one tile, and lets the next kernel start under its epilogue.
+    """
+    wait_for_kernels_before()
+    if PERSISTENT:
+        for tile in tl.range(tl.program_id(0), tl.cdiv(m, ROWS) * blocks, tl.num_programs(0), flatten=True):
+            z_MN, index_M, index_N, inside_N, size, block = _product(
+                tile, x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, k, blocks, x_factor,
+                ROWS, COLS, WIDTH, WIDER, DEPTH, PROMOTED, X_ROWWISE, HAS_BIAS, False,
+            )  # fmt: skip
+            _normalize_and_store(
+                z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
+                y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
+                ACTIVATION, HIGH, CODES, CODES_T, SAVED,
+            )  # fmt: skip
+    else:
+        z_MN, index_M, index_N, inside_N, size, block = _product(
+            tl.program_id(0), x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, k, blocks, x_factor,
+            ROWS, COLS, WIDTH, WIDER, DEPTH, PROMOTED, X_ROWWISE, HAS_BIAS, True,
+        )  # fmt: skip
+        _normalize_and_store(
+            z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
+            y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
+            ACTIVATION, HIGH, CODES, CODES_T, SAVED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -187,66 +216,3 @@ def norm_backward_kernel(
     tl.atomic_max(col_amax_ptr + index_N, col_amax_N, mask=inside_N, sem="relaxed")
     if BIAS:
         tl.store(bias_sums_ptr + group * n + index_N, col_sum_N, mask=inside_N)
-
-
-@triton.jit
-def block_backward_kernel(
-    dy_ptr, normed_ptr, rstd_ptr, dz_ptr, dz_scale_ptr, dz_t_ptr, dz_t_scale_ptr, bias_grad_ptr,
-    m, n, dy_stride, normed_stride, blocks, groups, unit,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
-    ACTIVATION: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """dz of one norm block for a group of ROWS·STEPS rows, from dy and what forward SAVED.
-
-    PLAIN: codes (M × blocks·COLS, zeros behind each block) with a scale for each row and block (blocks × M).
-    TRANS: codes (N × groups·ROWS·STEPS) with a scale for each feature and group (groups × N).
-    BIAS: the sum of dz over the group's rows (groups × N).
-    Both scales cover what one program sees, so no pass over all of dz is needed to find them.
-    """
-    wait_for_kernels_before()
-    group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
-    offset = tl.arange(0, COLS)
-    col_amax_N = tl.zeros((COLS,), tl.int32)
-    col_sum_N = tl.zeros((COLS,), tl.float32)
-    for step in range(STEPS):
-        index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        dz_MN = _load_dz(
-            dy_ptr, normed_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, normed_stride, unit, ACTIVATION
-        )
-        bits_MN = magnitude(dz_MN)
-        col_amax_N = tl.maximum(col_amax_N, tl.max(bits_MN, axis=0))
-        if BIAS:
-            col_sum_N += tl.sum(dz_MN, axis=0)
-        if PLAIN:
-            scale_M = scale_of(tl.max(bits_MN, axis=1))
-            codes_MN = to_e4m3(divide(dz_MN, scale_M[:, None], tl.div_rn(1.0, scale_M)[:, None]))
-            place = dz_ptr + index_M.to(tl.int64)[:, None] * (blocks * COLS) + (block * COLS + offset)[None, :]
-            tl.store(place, codes_MN, mask=(index_M < m)[:, None])
-            tl.store(dz_scale_ptr + block * m + index_M, scale_M, mask=index_M < m)
-    if BIAS:
-        tl.store(bias_grad_ptr + group * n + index_N, col_sum_N, mask=inside_N)
-    if TRANS:
-        scale_N = scale_of(col_amax_N)
-        inverse_N = tl.div_rn(1.0, scale_N)
-        tl.store(dz_t_scale_ptr + group * n + index_N, scale_N, mask=inside_N)
-        for step in range(STEPS):  # dy and u come out of the cache this time
-            index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
-            dz_MN = _load_dz(
-                dy_ptr,
-                normed_ptr,
-                rstd_ptr,
-                index_M,
-                index_N,
-                inside_N,
-                size,
-                block,
-                m,
-                dy_stride,
-                normed_stride,
-                unit,
-                ACTIVATION,
-            )
-            codes_NM = tl.trans(to_e4m3(divide(dz_MN, scale_N[None, :], inverse_N[None, :])))
-            place = dz_t_ptr + index_N.to(tl.int64)[:, None] * (groups * STEPS * ROWS) + index_M[None, :]
-            tl.store(place, codes_NM, mask=inside_N[:, None])

@@ -29,17 +29,19 @@ def amax_kernel(
     wait_for_kernels_before()
     row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
     col = col_strip * COLS + tl.arange(0, COLS)
-    col_amax = tl.zeros((COLS,), tl.int32)
-    for tile in range(tiles_down):
+    amax_RC = tl.zeros((ROWS, COLS), tl.int32)  # over tiles first: one reduction at the end instead of one a tile
+    for tile in tl.range(tiles_down, num_stages=3):
         row = (row_strip * tiles_down + tile) * ROWS + tl.arange(0, ROWS)
-        bits = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
+        bits_RC = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
         if OF_ROWS:
-            tl.atomic_max(row_amax_ptr + row, tl.max(bits, axis=1), mask=row < rows, sem="relaxed")
-        col_amax = tl.maximum(col_amax, tl.max(bits, axis=0))
-    if OF_COLS:
-        tl.atomic_max(col_amax_ptr + col, col_amax, mask=col < cols, sem="relaxed")
-    if OF_ALL:
-        tl.atomic_max(all_amax_ptr, tl.max(col_amax, axis=0), sem="relaxed")
+            tl.atomic_max(row_amax_ptr + row, tl.max(bits_RC, axis=1), mask=row < rows, sem="relaxed")
+        amax_RC = tl.maximum(amax_RC, bits_RC)
+    if OF_COLS or OF_ALL:
+        col_amax = tl.max(amax_RC, axis=0)
+        if OF_COLS:
+            tl.atomic_max(col_amax_ptr + col, col_amax, mask=col < cols, sem="relaxed")
+        if OF_ALL:
+            tl.atomic_max(all_amax_ptr, tl.max(col_amax, axis=0), sem="relaxed")
 
 
 @triton.jit

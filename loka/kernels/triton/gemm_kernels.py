@@ -34,19 +34,15 @@ def contract(
 
 
 @triton.jit
-def scales_along(scale_ptr, index, size, PER_ENTRY: tl.constexpr):
-    """The scale of each ``index`` of an axis, or the one scale of all."""
-    if PER_ENTRY:
-        return tl.load(scale_ptr + index, mask=index < size, other=0.0)
+def _times_scales(sum_MN, scale_ptr, index, size, ALONG: tl.constexpr, SCALES: tl.constexpr):
+    """Times one scale for each ``index`` of the rows (ALONG 0) or columns (1), times one for all, or as it is."""
+    if SCALES == "rows":
+        scale = tl.load(scale_ptr + index, mask=index < size, other=0.0)
+        return sum_MN * (scale[:, None] if ALONG == 0 else scale[None, :])
+    elif SCALES == "one":
+        return sum_MN * tl.load(scale_ptr)
     else:
-        return tl.load(scale_ptr)
-
-
-@triton.jit
-def dequantize(sum_MN, a_scale_ptr, b_scale_ptr, index_M, index_N, m, n, A_ROWWISE: tl.constexpr, B_ROWWISE: tl.constexpr):
-    a_scale, b_scale = scales_along(a_scale_ptr, index_M, m, A_ROWWISE), scales_along(b_scale_ptr, index_N, n, B_ROWWISE)
-    sum_MN = sum_MN * a_scale[:, None] if A_ROWWISE else sum_MN * a_scale
-    return sum_MN * b_scale[None, :] if B_ROWWISE else sum_MN * b_scale
+        return sum_MN
 
 
 @triton.jit
@@ -56,52 +52,50 @@ def store(out_ptr, value_MN, index_M, index_N, m, n):
 
 
 @triton.jit
-def gemm_kernel(
-    a_desc, b_desc, a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, m, n, k, k_of_split,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    A_ROWWISE: tl.constexpr, B_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, PROMOTED: tl.constexpr,
+def _finish_tile(
+    sum_MN, index_M, index_N, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the product, or of one split's part of it; axis 1 of the grid is the split."""
-    wait_for_kernels_before()
-    split = tl.program_id(1)
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(n, COLS))
-    first = split * k_of_split
-    last = tl.minimum(first + k_of_split, k)
-    sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, first, last, ROWS, COLS, DEPTH, PROMOTED)
-    let_next_kernel_start()
-    index_M, index_N = tile_m * ROWS + tl.arange(0, ROWS), tile_n * COLS + tl.arange(0, COLS)
-    out_MN = dequantize(sum_MN, a_scale_ptr, b_scale_ptr, index_M, index_N, m, n, A_ROWWISE, B_ROWWISE)
+    out_MN = _times_scales(sum_MN * b_factor, a_scale_ptr, index_M, m, 0, A_SCALES)
+    out_MN = _times_scales(out_MN, b_scale_ptr, index_N, n, 1, B_SCALES)
     if HAS_BIAS:
         out_MN += tl.load(bias_ptr + index_N, mask=index_N < n, other=0.0).to(tl.float32)[None, :]
-    store(out_ptr + split.to(tl.int64) * m * n, out_MN, index_M, index_N, m, n)
+    store(out_ptr, out_MN, index_M, index_N, m, n)
 
 
 @triton.jit
-def grouped_gemm_kernel(
-    a_desc, b_desc, a_scale_ptr, b_scale_ptr, out_ptr, m, n, groups, groups_of_split, b_factor,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, B_ROWWISE: tl.constexpr,
+def gemm_kernel(
+    a_desc, b_desc, a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, m, n, k, k_of_split, b_factor,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PROMOTED: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """The contraction comes in groups of STEPS·DEPTH, and each row of a has a scale for each group (groups × M).
+    """One tile of the product, or of one split's part of it; axis 1 of the grid is the split.
 
-    b's scale is ``b_factor``, times one a row where B_ROWWISE.
+    PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the loads of the next tile
+    run under the epilogue of this one; there are no splits then.
     """
     wait_for_kernels_before()
-    split = tl.program_id(1)
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, ROWS), tl.cdiv(n, COLS))
-    index_M, index_N = tile_m * ROWS + tl.arange(0, ROWS), tile_n * COLS + tl.arange(0, COLS)
-    sum_MN = tl.zeros((ROWS, COLS), tl.float32)
-    first_step = split * groups_of_split * STEPS
-    last_step = tl.minimum((split + 1) * groups_of_split, groups) * STEPS
-    for step in range(first_step, last_step):
-        group = step // STEPS
-        a_MK = a_desc.load([tile_m * ROWS, step * DEPTH])
-        b_NK = b_desc.load([tile_n * COLS, step * DEPTH])
-        a_scale_M = tl.load(a_scale_ptr + group * m + index_M, mask=index_M < m, other=0.0)
-        sum_MN += tl.dot(a_MK, b_NK.T) * a_scale_M[:, None]
-    let_next_kernel_start()
-    if B_ROWWISE:
-        sum_MN *= scales_along(b_scale_ptr, index_N, n, True)[None, :]
-    store(out_ptr + split.to(tl.int64) * m * n, sum_MN * b_factor, index_M, index_N, m, n)
+    tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLS)
+    offset_M, offset_N = tl.arange(0, ROWS), tl.arange(0, COLS)
+    if PERSISTENT:
+        for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+            tile_m, tile_n = tile_of(tile, tiles_m, tiles_n)
+            sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, 0, k, ROWS, COLS, DEPTH, PROMOTED)
+            _finish_tile(
+                sum_MN, tile_m * ROWS + offset_M, tile_n * COLS + offset_N, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
+                out_ptr, m, n, A_SCALES, B_SCALES, HAS_BIAS,
+            )  # fmt: skip
+    else:
+        split = tl.program_id(1)
+        tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n)
+        first = split * k_of_split
+        last = tl.minimum(first + k_of_split, k)
+        sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, first, last, ROWS, COLS, DEPTH, PROMOTED)
+        let_next_kernel_start()
+        _finish_tile(
+            sum_MN, tile_m * ROWS + offset_M, tile_n * COLS + offset_N, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
+            out_ptr + split.to(tl.int64) * m * n, m, n, A_SCALES, B_SCALES, HAS_BIAS,
+        )  # fmt: skip
 
 
 @triton.jit

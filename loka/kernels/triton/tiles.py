@@ -33,14 +33,23 @@ class Tiles:
     warps: int
     stages: int
     splits: int = 1  # programs that share an output tile, each contracting a part
+    per_sm: int = 1  # programs that a multiprocessor holds at once
 
 
-# The tiles a GEMM can be cut into, and the time a wave of them takes to contract 1,024: 12288×4096×4096 on an H200, measured.
+def grid(tiles_of_output: int, tiles: Tiles, sms: int) -> tuple[int, bool]:
+    """How many programs to launch, and whether they are persistent: they are where there is more than one tile for each."""
+    at_once = tiles.per_sm * sms
+    persistent = tiles.splits == 1 and tiles_of_output > at_once
+    return (at_once if persistent else tiles_of_output), persistent
+
+
+# The tiles a GEMM can be cut into, and the time a wave of them takes to contract 1,024, as it is and promoted: of
+# 12288×4096×4096 on an H200, measured. The widest cannot be promoted: its sums do not fit into registers twice.
 _WAVE_US = {
-    Tiles(128, 256, 128, warps=8, stages=3): 6.7,  # without promotion: its sums do not fit into registers twice
-    Tiles(128, 128, 128, warps=8, stages=4): 3.65,
-    Tiles(64, 128, 128, warps=4, stages=4): 2.05,
-    Tiles(64, 64, 128, warps=4, stages=4): 1.45,
+    Tiles(128, 256, 128, warps=8, stages=3): (6.4, math.inf),
+    Tiles(128, 128, 128, warps=8, stages=4): (3.65, 5.3),
+    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): (3.6, 4.6),
+    Tiles(64, 64, 128, warps=4, stages=4, per_sm=2): (2.9, 3.6),
 }
 GEMM_TILES = tuple(_WAVE_US)
 SHORTEST_SPLIT = 1024  # of a contraction
@@ -55,9 +64,8 @@ def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
 
     A long contraction into few tiles is split, so that every multiprocessor has a part of it.
     """
-    able = [tiles for tiles in GEMM_TILES if not (promoted and tiles.rows * tiles.cols > 128 * 128)]
-    choices = [replace(tiles, splits=splits) for tiles in able for splits in {1, _splits(tiles, m, n, k, sms)}]
-    return min(choices, key=lambda tiles: _time_us(tiles, m, n, k, sms))
+    choices = [replace(tiles, splits=splits) for tiles in GEMM_TILES for splits in {1, _splits(tiles, m, n, k, sms)}]
+    return min(choices, key=lambda tiles: _time_us(tiles, m, n, k, sms, promoted))
 
 
 def count(tiles: Tiles, m: int, n: int) -> int:
@@ -66,13 +74,13 @@ def count(tiles: Tiles, m: int, n: int) -> int:
 
 
 def _splits(tiles: Tiles, m: int, n: int, k: int, sms: int) -> int:
-    return max(1, min(sms // count(tiles, m, n), k // SHORTEST_SPLIT, MOST_SPLITS))
+    return max(1, min(tiles.per_sm * sms // count(tiles, m, n), k // SHORTEST_SPLIT, MOST_SPLITS))
 
 
-def _time_us(tiles: Tiles, m: int, n: int, k: int, sms: int) -> float:
-    waves = ceil_div(count(tiles, m, n) * tiles.splits, sms)
+def _time_us(tiles: Tiles, m: int, n: int, k: int, sms: int, promoted: bool) -> float:
+    waves = ceil_div(count(tiles, m, n) * tiles.splits, tiles.per_sm * sms)
     adding = _ADDING_US + tiles.splits * m * n / _SUMS_PER_US if tiles.splits > 1 else 0.0
-    return waves * _WAVE_US[replace(tiles, splits=1)] * k / tiles.splits / 1024 + adding
+    return waves * _WAVE_US[replace(tiles, splits=1)][promoted] * k / tiles.splits / 1024 + adding
 
 
 @dataclass(frozen=True)
@@ -112,48 +120,27 @@ PROMOTED_FROM = 8192  # a shorter contraction loses nothing that shows beside th
 # Fewer warps were faster on an H200, and larger tiles halve the loads; but the more forms of its result a program writes, the
 # more registers it needs, and promoted sums need them twice.
 _BLOCK, _WIDE_BLOCK = Tiles(64, 256, 128, warps=4, stages=3), Tiles(128, 256, 128, warps=8, stages=3)
-_ROOMY_BLOCK, _ROOMY_WIDE_BLOCK = Tiles(64, 256, 128, warps=8, stages=4), Tiles(128, 256, 128, warps=16, stages=3)
-_ALL_FORMS = 4
-_WIDE_BLOCK_TIME = 1.75  # of a wave, in waves of _BLOCK
+_ROOMY_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
+_WIDE_BLOCK_TIME = 1.8  # of a wave, in waves of _BLOCK
 
 
 def is_promoted(contraction: int) -> bool:
     return contraction >= PROMOTED_FROM
 
 
-def choose_block_tiles(m: int, blocks: NormBlocks, k: int, sms: int, *, has_bias: bool, forms: int) -> Tiles:
+def choose_block_tiles(m: int, blocks: NormBlocks, k: int, sms: int, *, forms: int) -> Tiles:
     """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: the larger ones where there are enough of them."""
     if blocks.room < _BLOCK.cols:
         return Tiles(64, blocks.room, 128, warps=4, stages=4)
-    if is_promoted(k) or forms == _ALL_FORMS or (has_bias and forms > 1):
+    if is_promoted(k) or forms > 1:
         return _ROOMY_BLOCK
-    block, wide = (_BLOCK, _WIDE_BLOCK) if forms == 1 else (_ROOMY_BLOCK, _ROOMY_WIDE_BLOCK)
-    waves, wide_waves = (ceil_div(ceil_div(m, tiles.rows) * blocks.count, sms) for tiles in (block, wide))
-    return wide if wide_waves * _WIDE_BLOCK_TIME < waves else block
+    waves, wide_waves = (ceil_div(ceil_div(m, tiles.rows) * blocks.count, sms) for tiles in (_BLOCK, _WIDE_BLOCK))
+    return _WIDE_BLOCK if wide_waves * _WIDE_BLOCK_TIME < waves else _BLOCK
 
 
-@dataclass(frozen=True)
-class BackwardTiles:
-    """A program of the backward pass takes ``rows`` at a time, ``steps`` times; what it takes has one scale a feature."""
-
-    rows: int
-    steps: int
-    warps: int
-
-    @property
-    def group(self) -> int:
-        return self.rows * self.steps
-
-
-def choose_backward_tiles(m: int, blocks: NormBlocks, sms: int) -> BackwardTiles:
-    """Groups of 128 rows, the depth that wgrad's product likes; of 64 where they would leave multiprocessors idle."""
-    steps = 2 if ceil_div(m, 128) * blocks.count >= sms else 1
-    return BackwardTiles(64, steps, warps=max(4, 64 * blocks.room // 1024))
-
-
-NORM_ROWS = 32
+NORM_ROWS, NORM_BACKWARD_ROWS = 32, 64
 
 
 def norm_backward_steps(m: int, blocks: NormBlocks, sms: int) -> int:
-    """How many tiles of rows a program goes down, raising column amaxes once for all: up to 8 if every multiprocessor has four."""
-    return max(1, min(8, ceil_div(m, NORM_ROWS) * blocks.count // (4 * sms)))
+    """How many tiles of rows a program goes down before it raises column amaxes: up to 8, if that leaves work for all."""
+    return max(1, min(8, ceil_div(m, NORM_BACKWARD_ROWS) * blocks.count // (3 * sms)))

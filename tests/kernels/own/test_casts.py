@@ -119,10 +119,10 @@ def test_rows_with_gaps_between_them_and_columns_first(where: torch.device) -> N
     check(wide[:1].expand(20, 80), "tensorwise", "1x128", 16)
 
 
-def test_tiles_shrink_only_where_the_machine_would_idle_and_no_scale_forbids_it() -> None:
-    assert cast_tile(12288, 4096, ("static", "static"), 132) == (128, 128)
-    assert cast_tile(2048, 256, ("static", "static"), 132) == (64, 64)
-    assert cast_tile(2048, 256, ("rowwise", "1x128"), 132) == (128, 128)
+def test_tiles_hold_what_shares_a_scale() -> None:
+    assert cast_tile(("rowwise", "1x128")) == cast_tile(("128x128", "none")) == (128, 128)
+    assert cast_tile(("rowwise", "rowwise")) == (64, 128)
+    assert cast_tile(("static", "tensorwise")) == (64, 64)
 
 
 def test_work_of_a_program_is_bounded() -> None:

@@ -1,5 +1,7 @@
 """Our FP8 GEMMs against float64 sums of the very values their operands stand for; and the tiles they are cut into."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loka.kernels.operand import padded_size
-from loka.kernels.triton.gemm import gemm, grouped_gemm
-from loka.kernels.triton.tiles import SHORTEST_SPLIT, choose_tiles, count
+from loka.kernels.triton.gemm import gemm
+from loka.kernels.triton.tiles import SHORTEST_SPLIT, Tiles, choose_tiles, count, grid
 
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129]))
 SUM_ERROR = {"cpu": 2.0**-18, "cuda": 32 * 2.0**-14}  # of Σ|a||b|: the interpreter sums in FP32, the tensor core in 14 bits
@@ -42,11 +44,17 @@ def check_gemm(
 ) -> None:  # fmt: skip
     a, b = codes(m, k, 1, device), codes(n, k, 2, device)
     a_scale = scales(m if a_rowwise else 1, 1, seed=3, device=device)
-    b_scale = scales(n if b_rowwise else 1, 1, seed=4, device=device)
+    b_scale = scales(n, 1, seed=4, device=device) if b_rowwise else None
+    b_factor = 0.25
     bias = torch.randn(n, device=device) if has_bias else None
-    out = gemm(a, b, a_scale, b_scale, m, n, k, out_dtype=dtype, bias=bias, promoted=promoted)
+    out = gemm(a, b, a_scale, b_scale, m, n, k, out_dtype=dtype, bias=bias, promoted=promoted, b_factor=b_factor)
     assert out.dtype == dtype
-    assert_product(out, a[:, :k].double() * a_scale.double(), b[:, :k].double() * b_scale.double(), bias)
+    assert_product(
+        out,
+        a[:, :k].double() * a_scale.double(),
+        b[:, :k].double() * b_factor * (1 if b_scale is None else b_scale.double()),
+        bias,
+    )
 
 
 @settings(max_examples=25)
@@ -74,35 +82,6 @@ def test_compiled_products(gpu: torch.device, m: int, n: int, k: int, promoted: 
     check_gemm(m, n, k, True, True, False, torch.bfloat16, gpu, promoted=promoted)
 
 
-def check_grouped(m: int, n: int, groups: int, length: int, rowwise: bool, dtype: torch.dtype, device: torch.device) -> None:
-    k = groups * length
-    a, b = codes(m, k, 1, device), codes(n, k, 2, device)
-    a_scale = scales(groups, m, seed=3, device=device)
-    b_scale = scales(n, 1, seed=4, device=device) if rowwise else None
-    out = grouped_gemm(a, b, a_scale, b_scale, m, n, out_dtype=dtype, b_factor=0.25)
-    b_factor = 0.25 * (b_scale if rowwise else torch.ones(n, 1, device=device))
-    assert_product(out, a.double() * a_scale.repeat_interleave(length, 0).t().double(), b.double() * b_factor.double())
-
-
-@settings(max_examples=15)
-@given(
-    m=SIZES, n=SIZES, groups=st.integers(1, 4), length=st.sampled_from([32, 64, 128, 256]),
-    rowwise=st.booleans(),
-)  # fmt: skip
-def test_interpreted_grouped_products_are_exact(
-    interpreter: None, m: int, n: int, groups: int, length: int, rowwise: bool
-) -> None:
-    check_grouped(m, n, groups, length, rowwise, torch.float32, torch.device("cpu"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("m", "n", "groups", "length", "rowwise"), [
-    (2048, 256, 3, 256, True), (300, 100, 4, 256, True), (768, 256, 16, 128, False), (500, 70, 192, 64, True)
-])  # fmt: skip
-def test_compiled_grouped_products(gpu: torch.device, m: int, n: int, groups: int, length: int, rowwise: bool) -> None:
-    check_grouped(m, n, groups, length, rowwise, torch.bfloat16, gpu)
-
-
 class TestTiles:
     SMS = 132
 
@@ -113,13 +92,19 @@ class TestTiles:
         assert not (promoted and tiles.rows * tiles.cols > 128 * 128)  # sums twice in registers
         if tiles.splits > 1:
             assert k // tiles.splits >= SHORTEST_SPLIT
-            assert count(tiles, m, n) * tiles.splits <= self.SMS
+            assert count(tiles, m, n) * tiles.splits <= tiles.per_sm * self.SMS
 
     def test_large_products_get_large_tiles_and_small_ones_fill_the_machine(self) -> None:
         large = choose_tiles(12288, 4096, 4096, self.SMS, promoted=False)
         assert (large.rows, large.cols, large.splits) == (128, 256, 1)
         small = choose_tiles(2048, 512, 512, self.SMS, promoted=False)
         assert count(small, 2048, 512) > self.SMS // 2
+
+    def test_programs_persist_where_each_has_more_than_one_tile(self) -> None:
+        tiles = Tiles(64, 128, 128, warps=4, stages=4, per_sm=2)
+        assert grid(2 * self.SMS, tiles, self.SMS) == (2 * self.SMS, False)
+        assert grid(2 * self.SMS + 1, tiles, self.SMS) == (2 * self.SMS, True)
+        assert grid(1000, replace(tiles, splits=2), self.SMS) == (1000, False)  # whose parts are launched side by side
 
     def test_long_contractions_into_small_outputs_are_split(self) -> None:
         """But only where adding up the parts is the smaller cost: at 2048×1024×4096 an H200 took half as long again for it."""
