@@ -38,6 +38,8 @@ class TorchHighPrecision:
         return None
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        if bias is not None and out_dtype is a.codes.dtype and self.format is not Format.TF32:
+            return torch.addmm(bias.to(out_dtype), a.codes, b.codes.t())  # in the product's epilogue, as F.linear has it
         mm = torch.ops.loka.mm_tf32 if self.format is Format.TF32 else torch.mm
         out = mm(a.codes, b.codes.t()).to(out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
