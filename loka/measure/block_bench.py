@@ -82,8 +82,8 @@ def compile_ahead(sites: Sequence[SiteShape], device: torch.device, ways: Sequen
 def limits_us(site: SiteShape, device_name: str) -> tuple[float | None, float | None]:
     """The least time of the block in FP8, serving and training: of each kernel its flops or its bytes, whichever take longer.
 
-    Training reads and writes what our kernels do: forward (codes in three forms), the gradient of norm and activation (dz in
-    both orders), dgrad, wgrad, and the casts of the weight.
+    Training is forward (codes in three forms), the gradient of norm and activation (codes of dz in both orders), dgrad, wgrad
+    and the casts of the weight, each reading and writing what it must.
     """
     machine = next((machine for name, machine in MACHINES.items() if name in device_name), None)
     if machine is None:
