@@ -1,7 +1,6 @@
 """Means of repeated measurements with Student-t confidence intervals."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -19,7 +18,9 @@ def estimate_mean(samples: Sequence[float], confidence: float = 0.95) -> Estimat
         return Estimate(samples[0], samples[0], samples[0], n)
     if n == 1 or not math.isfinite(mean):
         return Estimate(mean, -math.inf, math.inf, n)
-    half_width = t_quantile(confidence, n - 1) * statistics.stdev(samples) / math.sqrt(n)
+    # Two passes in floats: statistics.stdev sums exact fractions, which took half of the time of measuring errors.
+    deviation = math.sqrt(math.fsum((sample - mean) ** 2 for sample in samples) / (n - 1))
+    half_width = t_quantile(confidence, n - 1) * deviation / math.sqrt(n)
     return Estimate(mean, mean - half_width, mean + half_width, n)
 
 
