@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/loka kernels --shape 2048x1024x1024
+	$(BIN)/loka demo
 
 test: install
 	$(BIN)/python -m pytest

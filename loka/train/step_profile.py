@@ -13,6 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from loka.data.batch import Batch
+from loka.models.recommender import Recommender
 from loka.train.trainer import Trainer
 
 
@@ -48,7 +49,20 @@ class StepProfile:
 
 _INPUT_RANGE, _EMBEDDING_RANGE = "loka.input", "loka.embeddings"
 _ATTENTION_WORDS = ("flash", "fmha", "attention")
-_GEMM_WORDS = ("gemm", "nvjet", "cutlass", "wgmma", "xmma", "triton_tem", "splitk", "aten::mm", "aten::addmm", "bmm")
+_GEMM_WORDS = (
+    "gemm",
+    "nvjet",
+    "cutlass",
+    "wgmma",
+    "xmma",
+    "triton_tem",
+    "splitk",
+    "aten::mm",
+    "aten::addmm",
+    "bmm",
+    "qlinear",
+    "int8",
+)
 
 
 def kind_of(kernel: TimedKernel, *, compiled: bool) -> Kind:
@@ -99,16 +113,7 @@ def profile_step(trainer: Trainer, batches: Iterator[Batch], *, warmup: int, tim
 
     run(warmup)
     seconds = run(timed) / timed
-    on_cuda = trainer.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    model = trainer.model
-    with (
-        _in_range(model, "loka.model"),
-        _in_range(model.embeddings, _EMBEDDING_RANGE),
-        profile(activities=activities, acc_events=True) as profiler,
-    ):
-        run(profiled)
-    kernels = list(_cuda_kernels(profiler) if on_cuda else _cpu_operators(profiler))
+    kernels = profile_kernels(lambda: run(profiled), trainer.model)
     busy = sum(kernel.time_us for kernel in kernels) / profiled / (1e6 * seconds)
     return StepProfile(
         samples_per_s=trainer.config.batch_size / seconds,
@@ -116,6 +121,19 @@ def profile_step(trainer: Trainer, batches: Iterator[Batch], *, warmup: int, tim
         busy=busy,
         shares=shares_of(kernels, compiled=trainer.config.compile),
     )
+
+
+def profile_kernels(run: Callable[[], object], model: Recommender) -> list[TimedKernel]:
+    """The kernels of what ``run`` does with ``model``: on a GPU those that ran there, on the CPU its operators."""
+    on_cuda = next(model.parameters()).is_cuda
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with (
+        _in_range(model, "loka.model"),
+        _in_range(model.embeddings, _EMBEDDING_RANGE),
+        profile(activities=activities, acc_events=True) as profiler,
+    ):
+        run()
+    return list(_cuda_kernels(profiler) if on_cuda else _cpu_operators(profiler))
 
 
 def _cuda_kernels(profiler: profile) -> Iterator[TimedKernel]:

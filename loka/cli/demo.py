@@ -1,0 +1,43 @@
+"""``loka demo``: everything LoKA does, on a model and data of its own."""
+
+import sys
+import time
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def demo(
+    *,
+    out: Annotated[str, Parameter(name=["--out", "-o"], help="Folder of the run.")] = "run",
+    device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
+) -> None:
+    """Train a model under the Probe, measure, plan, train on, serve, and compare with its high-precision twin.
+
+    A few minutes on two CPU cores (INT8) or one GPU (FP8); ends with OUT/report.html. Interrupted, the same command goes on
+    where it stopped.
+
+    Example: loka demo -o run
+    """
+    from dataclasses import replace
+
+    from loka.core import progress as pieces
+    from loka.kernels.device import device_named
+    from loka.report.headline import headline
+    from loka.report.run import read_run
+    from loka.report.write import write_report
+    from loka.train import progress as steps
+    from loka.train.demo import Stage, run_demo, settings_for
+
+    where = device_named(device)
+    begin = time.monotonic()
+    stage = Stage(lambda line: print(line, flush=True), steps.for_this_output, pieces.for_this_output)
+    try:
+        run_demo(replace(settings_for(where), device=str(where)), out, stage)
+    except KeyboardInterrupt:
+        print(f"\nstopped: `loka demo -o {out}` goes on where it stopped", file=sys.stderr)
+        sys.exit(130)
+    path = write_report(out)
+    print(f"\n{headline(read_run(out))}  ({time.monotonic() - begin:.0f} s)")
+    print(f"{path}: open it in a browser")
+    print(f"Next: loka report {out} --text, or your own model: docs/bring-your-own-model.md")

@@ -1,0 +1,132 @@
+"""The demo at its smallest: every stage leaves its file, and an interrupted one ends as if it had not been."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loka.core.comparison import Comparison
+from loka.core.plan import Goal, Plan
+from loka.data.dataset import open_dataset
+from loka.models.registry import build_model
+from loka.report.run import read_run
+from loka.train.config import Precision
+from loka.train.demo import DemoSettings, Stage, run_demo
+from loka.train.twins import Twin, compare_quality, compare_times
+
+TINY = DemoSettings("tiny", Goal.SERVING, batch_size=64, probe_steps=6, twin_steps=6, test_batches=3, device="cpu")
+
+
+class StopAt:
+    """A progress that is interrupted at its ``count``-th step."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, step: int, steps: int) -> None:
+        pass
+
+    def step(self) -> None:
+        self.count -= 1
+        if self.count == 0:
+            raise KeyboardInterrupt
+
+    def log(self, row: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("demo")
+    run_demo(TINY, run)
+    return run
+
+
+def losses(run: Path, twin: str) -> list[float]:
+    lines = (run / "twins" / twin / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["window"]["log_loss"] for line in lines]
+
+
+def test_every_stage_leaves_its_file(whole: Path) -> None:
+    run = read_run(whole)
+    assert run.missing == ()
+    assert run.record is not None
+    assert set(run.training) == {"high", "planned"}
+    assert run.comparison is not None
+    assert run.comparison.fingerprint == run.record.fingerprint == Plan.load(whole).document.fingerprint
+    assert run.comparison.quality is not None
+    assert run.comparison.quality.examples == 3 * 64
+    assert Goal.SERVING in {pair.goal for pair in run.comparison.times}
+    for pair in run.comparison.times:
+        assert sum(pair.high_by_kind.values()) == pytest.approx(pair.high_us)
+
+
+def test_a_finished_demo_is_not_run_again(whole: Path) -> None:
+    said: list[str] = []
+    assert run_demo(TINY, whole, Stage(said.append)) == Comparison.load(whole)
+    assert "already" in said[0]
+
+
+@pytest.mark.parametrize("stop", [3, 9, 15])  # under the Probe, in the first twin, in the second
+def test_an_interrupted_demo_goes_on(whole: Path, tmp_path: Path, stop: int) -> None:
+    for measured in whole.glob("survey.*"):  # what takes longest, and is interrupted in its own tests
+        shutil.copy(measured, tmp_path)
+    interrupted = StopAt(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(TINY, tmp_path, Stage(steps=lambda: interrupted))
+    run_demo(TINY, tmp_path)
+    assert read_run(tmp_path).missing == ()
+    assert losses(tmp_path, "high") == losses(whole, "high")
+
+
+def test_quality_is_compared_batch_by_batch() -> None:
+    data = open_dataset("synthetic", test_examples=160)
+    torch.manual_seed(0)
+    high, same, other = (build_model("wukong", "tiny", data.schema) for _ in range(3))
+    same.load_state_dict(high.state_dict())
+    equal = compare_quality(high, same, data.test(64), Precision.FP32)
+    assert (equal.change.mean, equal.change.low, equal.change.high, equal.examples) == (0, 0, 0, 160)
+    apart = compare_quality(high, other, data.test(64), Precision.FP32)
+    assert apart.change.n == 2  # the last batch is smaller, and would weigh too much
+    assert apart.planned_log_loss != apart.high_log_loss
+
+
+def test_times_are_taken_in_turns() -> None:
+    data = open_dataset("synthetic", test_examples=64)
+    model, batch = build_model("wukong", "tiny", data.schema), next(data.test(64))
+    calls: list[str] = []
+
+    def run(name: str) -> None:
+        calls.append(name)
+        model(batch)
+
+    turns = [Twin(model, lambda name=name: run(name)) for name in ("high", "planned")]
+    pair = compare_times(Goal.SERVING, 64, *turns, rounds=3)
+    assert calls[:10] == ["high", "planned"] * 5  # two rounds to warm up, three that count; then the profiler's
+    assert pair.speedup.n == 3
+
+
+def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
+    """Ctrl-C as a terminal sends it, while the model trains."""
+    command = [sys.executable, "-m", "loka", "demo", "-o", str(tmp_path), "--device", "cpu"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("1/6")
+    process.send_signal(2)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"`loka demo -o {tmp_path}` goes on where it stopped" in errors
+    assert "Traceback" not in errors
