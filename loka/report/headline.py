@@ -1,7 +1,9 @@
 """The answer first: one sentence and a few large numbers, from the best that was measured so far."""
 
+from collections import Counter
+
 from loka.core.comparison import Comparison, TimePair
-from loka.core.plan import Goal, PlanDocument
+from loka.core.plan import Goal, PlanDocument, SitePlan
 from loka.report.page_data import Tile
 from loka.report.plan_view import shares
 from loka.report.run import Run
@@ -21,9 +23,8 @@ def headline(run: Run) -> str:
         low = sum(site.is_low_precision for site in run.plan.sites)
         if not low:
             return f"All {len(run.plan.sites)} sites stay in {run.plan.dtype}: nothing was both safe and faster"
-        return (
-            f"{low} of {len(run.plan.sites)} sites go to 8 bits, their GEMMs {times_faster(planned_speedup(run.plan))} as fast"
-        )
+        speedup = times_faster(planned_speedup(run.plan))
+        return f"{low} of {len(run.plan.sites)} sites leave {run.plan.dtype}: all sites together {speedup} as fast"
     if run.survey:
         return f"{len(run.survey.sites)} sites measured, no plan yet"
     if run.record:
@@ -72,7 +73,7 @@ def _plan_sentence(plan: PlanDocument) -> str:
     share = sum(shares(plan)[site.site] for site in low)
     limits = f"error at most {max(plan.max_error.values()):g}, at least {plan.min_speedup:g}× as fast, casts included"
     moved = f"{len(low)} of {len(plan.sites)} sites ({percent(share)} of their time)"
-    return f"The plan for {plan.goal} moves {moved} to 8 bits: {limits}."
+    return f"The plan for {plan.goal} takes {moved} out of {plan.dtype}: {limits}."
 
 
 def tiles(run: Run) -> tuple[Tile, ...]:
@@ -92,7 +93,8 @@ def tiles(run: Run) -> tuple[Tile, ...]:
     if run.plan:
         low = [site for site in run.plan.sites if site.is_low_precision]
         share = sum(shares(run.plan)[site.site] for site in low)
-        found.append(Tile("sites in 8 bits", f"{len(low)} of {len(run.plan.sites)}", f"{percent(share)} of the sites' time"))
+        note = f"{percent(share)} of the sites' time{_kernels_chosen(low)}"
+        found.append(Tile("sites in low precision", f"{len(low)} of {len(run.plan.sites)}", note))
         if low:
             found.append(
                 Tile(
@@ -100,6 +102,14 @@ def tiles(run: Run) -> tuple[Tile, ...]:
                 )
             )
     return tuple(found)
+
+
+def _kernels_chosen(sites: list[SitePlan]) -> str:
+    """The kernels that were chosen, most sites first."""
+    chosen = Counter(kernel for site in sites for kernel in {choice.kernel for choice in site.kernels.values() if choice.error})
+    names = ", ".join(name for name, _ in chosen.most_common(2))
+    more = f" and {len(chosen) - 2} more" if len(chosen) > 2 else ""
+    return f"; {names}{more}" if names else ""
 
 
 def _speed_words(pair: TimePair) -> str:

@@ -72,10 +72,10 @@ class RejectedFor(Struct, frozen=True):
 
 
 class Rejection(Struct, frozen=True):
-    """A kernel and everything it was refused for."""
+    """Kernels that were refused for the same reasons at the same places, and those reasons."""
 
-    kernel: str
-    count: int
+    kernels: tuple[str, ...]
+    count: int  # of refusals, of all of them
     reasons: tuple[RejectedFor, ...]
 
 

@@ -109,22 +109,23 @@ def list_plan(plan: PlanDocument, survey: SurveyDocument | None) -> tuple[PlanRo
 
 
 def list_rejected(plan: PlanDocument) -> tuple[Rejection, ...]:
-    """Kernel by kernel, those refused most often first; equal reasons are told once."""
+    """Those with most to say first: what was tried and lost, before what cannot run here. Equal reasons are told once."""
     places: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for site in plan.sites:
         for refusal in site.refused:
             kernel = refusal.kernel if refusal.transform is Transform.NONE else f"{refusal.kernel} + {refusal.transform}"
             where = site.site if refusal.role is None else f"{site.site} {refusal.role}"
             places[kernel][refusal.reason].append(where)
+    alike: dict[tuple[RejectedFor, ...], list[str]] = defaultdict(list)
+    for kernel, reasons in places.items():
+        alike[_most_frequent_first(reasons)].append(kernel)
     rejections = [
-        Rejection(
-            kernel,
-            sum(map(len, reasons.values())),
-            tuple(
-                RejectedFor(reason, len(where), tuple(where[:MOST_PLACES]))
-                for reason, where in sorted(reasons.items(), key=lambda item: -len(item[1]))
-            ),
-        )
-        for kernel, reasons in places.items()
+        Rejection(tuple(kernels), len(kernels) * sum(reason.count for reason in reasons), reasons)
+        for reasons, kernels in alike.items()
     ]
-    return tuple(sorted(rejections, key=lambda rejection: (-rejection.count, rejection.kernel)))
+    return tuple(sorted(rejections, key=lambda rejection: (-len(rejection.reasons), -rejection.count, rejection.kernels)))
+
+
+def _most_frequent_first(reasons: dict[str, list[str]]) -> tuple[RejectedFor, ...]:
+    told = [RejectedFor(reason, len(where), tuple(where[:MOST_PLACES])) for reason, where in reasons.items()]
+    return tuple(sorted(told, key=lambda reason: (-reason.count, reason.reason)))

@@ -68,9 +68,9 @@ def _plan(rows: tuple[PlanRow, ...], goal: str) -> Table:
 
 
 def _rejected(rejections: tuple[Rejection, ...]) -> Table:
-    table = _table("\nRejected", "kernel", "times>", "most often because")
+    table = _table("\nRejected", "kernels", "times>", "most often because")
     for rejection in rejections:
-        table.add_row(rejection.kernel, str(rejection.count), rejection.reasons[0].reason)
+        table.add_row(", ".join(rejection.kernels), str(rejection.count), rejection.reasons[0].reason)
     return table
 
 

@@ -29,6 +29,6 @@ def change_percent(change: Estimate) -> str:
 
 
 def duration(time_us: float) -> str:
-    if time_us < 1000:
-        return f"{time_us:.0f}{NBSP}µs"
-    return f"{time_us / 1000:.2f}{NBSP}ms" if time_us < 1e6 else f"{time_us / 1e6:.2f}{NBSP}s"
+    """Three digits and the unit they read best in."""
+    value, unit = (time_us, "µs") if time_us < 999.5 else (time_us / 1e3, "ms") if time_us < 999.5e3 else (time_us / 1e6, "s")
+    return f"{value:.3g}{NBSP}{unit}" if value < 999.5 else f"{value:,.0f}{NBSP}{unit}"

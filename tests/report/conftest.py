@@ -42,7 +42,8 @@ def make_site(name: str, base_us: float, low_us: float, error: float, *, k: int 
             gemm_us={2048: low_us - 10},
         ),
         *(
-            Candidate("torch.rowwise", role, "e4m3 rowwise", why_not="needs FP8 tensor cores, this is a test device")
+            Candidate(kernel, role, "e4m3", why_not="needs FP8 tensor cores, this is a test device")
+            for kernel in ("torch.rowwise", "torch.tensorwise")
             for role in Role
         ),
     ]
@@ -157,6 +158,24 @@ def big_run(tmp_path: Path) -> Callable[[int], Path]:
                 0.005 * (1 + index % 60),
             )
             for index in range(count)
+        )
+        survey = Survey(SurveyDocument("feed", ENVIRONMENT, Format.FP32, sites))
+        survey.save(run)
+        make_plan(survey, goal=Goal.SERVING).save(run)
+        return run
+
+    return make
+
+
+@pytest.fixture
+def one_sided_run(tmp_path: Path) -> Callable[[float, float], Path]:
+    """Sites that are all far slower, or all far faster, in low precision."""
+
+    def make(base_us: float, low_us: float) -> Path:
+        run = tmp_path / "one-sided"
+        run.mkdir()
+        sites = tuple(
+            make_site(f"a.rather.long.name.of.a.site.{index}", base_us, low_us, 1e-5 * 10**index) for index in range(5)
         )
         survey = Survey(SurveyDocument("feed", ENVIRONMENT, Format.FP32, sites))
         survey.save(run)

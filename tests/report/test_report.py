@@ -19,7 +19,7 @@ from loka.report.headline import headline
 from loka.report.page import gather_page, render_page
 from loka.report.plan_view import draw_map, list_plan, list_rejected, shares
 from loka.report.run import MetricsLine, Run, WindowMetrics, read_run
-from loka.report.words import NBSP, change_percent, number
+from loka.report.words import NBSP, change_percent, duration, number
 from loka.report.write import write_report
 
 
@@ -48,7 +48,9 @@ class TestHeadline:
 
     def test_then_with_what_is_planned_surveyed_or_nothing(self, survey) -> None:
         plan = make_plan(survey, goal=Goal.SERVING).document
-        assert headline(Run(Path("run"), plan=plan)) == "1 of 4 sites go to 8 bits, their GEMMs 1.67× as fast"  # 1000 ÷ 600 µs
+        assert (
+            headline(Run(Path("run"), plan=plan)) == "1 of 4 sites leave fp32: all sites together 1.67× as fast"
+        )  # 1000 ÷ 600 µs
         none = make_plan(survey, goal=Goal.SERVING, max_error=0.001).document
         assert headline(Run(Path("run"), plan=none)).startswith("All 4 sites stay in fp32")
         assert headline(Run(Path("run"), survey=survey.document)) == "4 sites measured, no plan yet"
@@ -92,10 +94,10 @@ def test_the_table_has_a_row_a_role_and_the_refusals_their_reasons(survey) -> No
         ("layers.1.hidden", "fprop", "torch.fp32"),
     ]
     assert (rows[0].error, rows[0].error_low, rows[0].limit, rows[0].shape) == (0.02, 0.019, 0.2, "2048×64×128")
-    rejected = {rejection.kernel: rejection for rejection in list_rejected(plan)}
-    assert rejected["torch.rowwise"].count == 4
-    assert len(rejected["torch.rowwise"].reasons) == 1  # told once, for four sites
-    assert rejected["onednn.int8"].count == 3
+    tried, missing = list_rejected(plan)
+    assert (tried.kernels, tried.count) == (("onednn.int8",), 3)
+    assert missing.kernels == ("torch.rowwise", "torch.tensorwise")  # told together, being refused alike
+    assert (missing.count, len(missing.reasons)) == (8, 1)
     assert len(list_plan(make_plan(survey, goal=Goal.TRAINING).document, None)) == 12
 
 
@@ -198,4 +200,5 @@ def test_numbers_read_well() -> None:
         "1.00e−05",
         "1.23e+05",
     ]
+    assert [plain(duration(us)) for us in (7, 123.4, 999.7, 676130, 2.5e6)] == ["7 µs", "123 µs", "1 ms", "676 ms", "2.5 s"]
     assert plain(change_percent(Estimate(-2e-4, -4e-4, 0.0, 8))) == "−0.020 % ± 0.020 %"

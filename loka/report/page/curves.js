@@ -15,7 +15,7 @@ function renderCurves(curves, width) {
   const top = 300;
   const bottom = curves.difference ? 200 : 0;
   const height = top + bottom + 26;
-  const left = width < 560 ? 50 : 62;
+  const left = 62;
   const box = { left, right: width - 12, top: 28, bottom: top - 12 };
   const steps = curves.curves.flatMap((curve) => curve.steps);
   const xDomain = [Math.min(...steps), Math.max(...steps)];

@@ -33,8 +33,10 @@ function showHeadline() {
       make("dt", {}, tile.label), make("dd", { class: "value" }, tile.value), make("dd", { class: "note" }, tile.note ?? ""))));
 }
 
+// First where there is little else to see, last where there is.
 function showMissing(parts) {
   find("#missing").hidden = false;
+  if (page.site_map) find("main").append(find("#missing"));
   find("#missing .cards").replaceChildren(...parts.map((part) =>
     make("div", { class: "card" }, make("h3", {}, part.part), make("p", { class: "soft" }, part.why), make("pre", {}, make("code", {}, part.command)))));
 }
@@ -42,7 +44,8 @@ function showMissing(parts) {
 function showRejected(rejections) {
   find("#rejected").hidden = false;
   find("#rejected .list").replaceChildren(...rejections.map((rejection) => make("details", {},
-    make("summary", {}, make("span", { class: "mono" }, rejection.kernel), make("span", { class: "first" }, rejection.reasons[0].reason), make("span", { class: "count" }, `refused ${counted(rejection.count, "time")}`)),
+    make("summary", {}, make("span", { class: "mono" }, rejection.kernels.length > 2 ? `${rejection.kernels.length} kernels` : rejection.kernels.join(", ")), make("span", { class: "first" }, rejection.reasons[0].reason), make("span", { class: "count" }, `refused ${counted(rejection.count, "time")}`)),
+    rejection.kernels.length > 2 ? make("p", { class: "mono where" }, rejection.kernels.join(", ")) : null,
     make("ul", {}, rejection.reasons.map((entry) => {
       const rest = entry.count - entry.where.length;
       return make("li", {}, entry.reason, make("span", { class: "where mono" }, entry.where.join(", "), rest ? ` and ${rest} more` : ""));
@@ -68,8 +71,8 @@ function showEnvironment() {
 
 function showContents() {
   const names = { missing: "Not here yet", map: "Map", plan: "Plan", rejected: "Rejected", distributions: "Values", findings: "Findings", training: "Training", time: "Time", environment: "Environment" };
-  const shown = Object.entries(names).filter(([id]) => !find(`#${id}`).hidden);
-  find("#contents").replaceChildren(...shown.map(([id, name]) => make("a", { href: `#${id}` }, name)));
+  const shown = [...document.querySelectorAll("main > section[id]:not([hidden])")];
+  find("#contents").replaceChildren(...shown.map(({ id }) => make("a", { href: `#${id}` }, names[id])));
 }
 
 // A site chosen anywhere is marked on the map and its distribution shown.

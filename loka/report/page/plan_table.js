@@ -21,7 +21,7 @@ function showPlan(rows, onSelect) {
   find(".filters", section).replaceChildren(
     make("input", { type: "search", placeholder: "Filter by site, kernel or reason", "aria-label": "Filter by site, kernel or reason", oninput: (event) => change({ text: event.target.value.trim().toLowerCase() }) }),
     ...(roles.length > 1 ? [choices("Role", [["all", "all roles"], ...roles.map((role) => [role, role])], "all", (role) => change({ role }))] : []),
-    choices("Precision", [["all", "all"], ["low", "8 bits"], ["high", "high precision"]], "all", (precision) => change({ precision })),
+    choices("Precision", [["all", "all"], ["low", "low precision"], ["high", "high precision"]], "all", (precision) => change({ precision })),
     found,
   );
   find(".filters", section).addEventListener("submit", (event) => event.preventDefault());

@@ -45,5 +45,5 @@ const percent = (share) => {
   if (value < 0.01) return "< 0.01 %";
   return `${value < 1 ? value.toFixed(2) : value < 10 ? value.toFixed(1) : value.toFixed(0)} %`;
 };
-const duration = (us) => (us < 1000 ? `${us.toFixed(0)} µs` : us < 1e6 ? `${(us / 1000).toFixed(us < 1e5 ? 2 : 1)} ms` : `${(us / 1e6).toFixed(2)} s`);
+const duration = (us) => (us < 999.5 ? `${significant(us)} µs` : us < 999.5e3 ? `${significant(us / 1e3)} ms` : `${significant(us / 1e6)} s`);
 const counted = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;

@@ -51,14 +51,15 @@ function showOffTheMap(details, sites) {
 function renderMap(map, width, onSelect) {
   const narrow = width < 560;
   const height = Math.max(340, Math.min(540, Math.round(width * 0.52)));
-  const box = { left: narrow ? 44 : 58, right: width - 12, top: 14, bottom: height - 46 };
+  const box = { left: narrow ? 46 : 56, right: width - 12, top: 36, bottom: height - 46 };
   const spread = (values) => [Math.min(...values), Math.max(...values)];
   const [slowest, fastest] = spread([...map.points.map((point) => point.speedup), map.min_speedup, 1]);
-  const [least, most] = spread([...map.points.map((point) => point.error).filter((error) => error > 0), map.max_error]);
-  const xDomain = [slowest / 1.25, fastest * 1.25];
-  const yDomain = [least / 1.8, most * 1.8];
-  const x = logScale(xDomain, [box.left, box.right]);
-  const y = logScale(yDomain, [box.top, box.bottom]); // the smallest error on top
+  const [least, most] = spread([...map.points.map((point) => point.error), map.max_error]);
+  // What is hopeless, or as good as exact, lies at the edge: the room is for what is near the limits.
+  const xDomain = [Math.max(slowest, 0.1 * map.min_speedup) / 1.3, Math.min(fastest, 30) * 1.3];
+  const yDomain = [Math.max(least, map.max_error / 500) / 1.8, Math.min(most, 50 * map.max_error) * 2];
+  const x = clamped(logScale(xDomain, [box.left, box.right]), xDomain);
+  const y = clamped(logScale(yDomain, [box.top, box.bottom]), yDomain); // the smallest error on top
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": "Map of sites by error and speed-up" });
   const limit = { x: x(map.min_speedup), y: y(map.max_error) };
   svg.append(draw("rect", { x: limit.x, y: box.top, width: box.right - limit.x, height: limit.y - box.top, fill: "var(--good-wash)" }));
@@ -71,14 +72,16 @@ function renderMap(map, width, onSelect) {
   svg.append(
     draw("line", { class: "limit", x1: limit.x, x2: limit.x, y1: box.top, y2: box.bottom }),
     draw("line", { class: "limit", x1: box.left, x2: box.right, y1: limit.y, y2: limit.y }),
-    draw("text", { x: box.right, y: box.bottom + 38, "text-anchor": "end" }, "faster than high precision, casts included →"),
+    draw("text", { x: 0, y: 14, class: "strong" }, `↑ more accurate: ${map.error_axis}`),
+    draw("text", { x: box.right, y: box.bottom + 38, "text-anchor": "end", class: "strong" }, "speed-up over high precision, casts included →"),
     draw("text", { x: box.left + 6, y: limit.y - 6, class: "halo" }, `limit ${significant(map.max_error)}`),
-    draw("text", { x: limit.x + 6, y: box.bottom - 8, class: "halo" }, `at least ${map.min_speedup}×`),
-    draw("text", { x: 0, y: 0, transform: `translate(12 ${box.bottom}) rotate(-90)` }, `${map.error_axis} — ↑ more accurate`),
+    draw("text", { x: limit.x, y: box.top - 6, "text-anchor": limit.x > box.right - 60 ? "end" : "middle" }, `limit ${map.min_speedup}×`),
   );
   svg.append(...fieldNames(box, limit, narrow), ...marks(map, x, y, narrow, onSelect), ...names(map, x, y, box, narrow));
   return svg;
 }
+
+const clamped = (scale, [from, to]) => (value) => scale(Math.min(to, Math.max(from, value)));
 
 function fieldNames(box, limit, narrow) {
   const pad = 10;
@@ -111,7 +114,7 @@ function marks(map, x, y, narrow, onSelect) {
     ];
     const show = (event) => showTip(event.type === "focus" ? middleOf(event.target) : { x: event.clientX, y: event.clientY }, point.site, lines);
     return draw("path", {
-      d: shapePath(FIELDS[index].shape, radius(point)), transform: `translate(${x(point.speedup)} ${y(Math.max(point.error, 1e-12))})`,
+      d: shapePath(FIELDS[index].shape, radius(point)), transform: `translate(${x(point.speedup)} ${y(point.error)})`,
       class: `point c${index}`, tabindex: order === 0 ? 0 : -1, role: "button", "data-site": point.site,
       "aria-label": [point.site, FIELDS[index].name, ...lines].join(". "),
       onpointerenter: show, onpointerleave: hideTip, onfocus: show, onblur: hideTip, onclick: () => onSelect(point.site),

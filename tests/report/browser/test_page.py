@@ -44,7 +44,7 @@ def test_loads_alone_and_without_complaint(chromium, page: Path, width: int) -> 
         "1.80× faster serving at +0.003\N{NO-BREAK SPACE}% ±\N{NO-BREAK SPACE}0.020\N{NO-BREAK SPACE}% log-loss"
     ]
     assert texts(chromium, "main > section:not([hidden]) h2") == [
-        "Where 8 bits are safe, and where they pay",
+        "Where low precision is safe, and where it pays",
         "The plan",
         "What was rejected, and why",
         "What the values look like",
@@ -152,6 +152,16 @@ def test_an_empty_run_says_what_to_do(chromium, tmp_path: Path) -> None:
     assert texts(chromium, "h1") == ["Nothing measured yet"]
     assert any(command.startswith("loka measure ") for command in texts(chromium, "#missing code"))
     assert chromium.evaluate(CLIPPED) == []
+
+
+@pytest.mark.parametrize(("base", "low"), [(100.0, 30000.0), (30000.0, 100.0)])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_map_with_all_sites_at_one_edge_fits(
+    chromium, tmp_path: Path, one_sided_run, base: float, low: float, width: int
+) -> None:
+    chromium.open(write_report(one_sided_run(base, low)), width=width)
+    assert chromium.evaluate(CLIPPED) == []
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_hostile_name_is_only_text(chromium, whole_run: Path, survey, comparison) -> None:
