@@ -1,163 +1,155 @@
 """Do Mods cost quality? Wukong and DCNv2 trained with and without them, Mod by Mod, on paired seeds in high precision.
 
-    python benchmarks/mods_quality.py --movielens ml-1m                              # both data sets, preset small
+    python benchmarks/mods_quality.py --movielens ml-1m --parallel 12                # on a GPU: both data sets, preset small
     python benchmarks/mods_quality.py --preset tiny --steps 60 --batch-size 512      # to try it on a CPU
 
 Runs of a seed start from the same weights where they share any, and see the same batches in the same order; the change of
 the held-out log-loss is taken seed by seed, and its mean has a 95 % interval (Student's t). Beside it stands the change by
-training in bf16, where there is a GPU: what a harmless change of arithmetic does. Runs already in the results file are not
-repeated, so a later call may add seeds.
+training in bf16, where there is a GPU: what a harmless change of arithmetic does. Speed is that of a whole training step,
+in bf16, compiled and replayed as a CUDA graph on a GPU, each variant in turn with the model as it was. Runs already in the
+results file are not repeated, so a later call may add seeds.
 """
 
 import argparse
-import json
+import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from loka.core.environment import current_command, current_environment
 from loka.core.errors import LokaError
+from loka.core.plan import Goal
 from loka.core.results import GatheredResults, markdown_table
-from loka.data.dataset import Dataset, open_dataset
 from loka.kernels.device import device_of
-from loka.models.recommender import Recommender
-from loka.models.registry import build_model
 from loka.mods.apply import apply_mods
-from loka.mods.report import ModReport
-from loka.numerics.confidence import estimate_mean
 from loka.train.config import Precision, TrainConfig
-from loka.train.loop import evaluate
-from loka.train.precision import matmul_precision, resolve_device
-from loka.train.trainer import Trainer
+from loka.train.jobs import run_jobs
+from loka.train.model_arms import ModelArm
+from loka.train.model_bench import Cell, ModelBench
+from loka.train.paired import Run, change_in_percent, dataset_of, describe_change, example_of, prepare, train_run
+from loka.train.precision import resolve_device
+from loka.train.quality_settings import MODS as DEFAULT
+from loka.train.quality_settings import Arm
 
 FOLDER = Path(__file__).parent / "results"
 MODELS = ("wukong", "dcnv2")
-SETTINGS: dict[str, dict] = {
-    "synthetic": {"batch_size": 2048, "steps": 1000, "lr": 1e-3, "data_options": {"test_examples": 131_072}},
-    "movielens": {"batch_size": 2048, "lr": 1e-3, "embedding_lr": 0.05, "warmup_steps": 20},  # one epoch
+SETTINGS: dict[str, dict[str, Any]] = {
+    "synthetic": {"batch_size": 4096, "steps": 600, "data_options": {"test_examples": 131_072}},
+    "movielens": {"batch_size": 2048, "warmup_steps": 20},  # one epoch
 }
-
-
-@dataclass(frozen=True)
-class Variant:
-    name: str
-    mods: tuple[str, ...]
-    precision: Precision = Precision.FP32
-
-
-DEFAULT = ("no_bias", "block_norm", "hard_swish")
-PLAIN = Variant("none", ())
+PLAIN = Arm("none")
+IN_BF16 = Arm("none, in bf16", Precision.BF16)
 VARIANTS = (
-    *(Variant(mod, (mod,)) for mod in DEFAULT),
-    Variant("all three", DEFAULT),
-    Variant("and insert_norm", (*DEFAULT, "insert_norm")),
+    *(Arm(mod, mods=(mod,)) for mod in DEFAULT),
+    Arm("all three", mods=DEFAULT),
+    Arm("insert_norm", mods=("insert_norm",)),
+    Arm("all four", mods=(*DEFAULT, "insert_norm")),
 )
 
 
-def build(
-    model: str, preset: str, data: Dataset, seed: int, device: torch.device, mods: tuple[str, ...]
-) -> tuple[Recommender, ModReport]:
-    """A model whose weights, where it shares any with the model without Mods, are the same for one seed."""
-    torch.manual_seed(seed)
-    network = build_model(model, preset, data.schema).to(device)
-    batch = next(data.train(64))
-    with torch.no_grad():
-        example = (batch.dense_BD, *network.embeddings(batch))
-    return network, apply_mods(network.dense_part, mods, example=example)
+@dataclass(frozen=True)
+class Job:
+    key: str
+    run: Run
 
 
-def run(config: TrainConfig, data: Dataset, variant: Variant, device: torch.device) -> dict:
-    network, report = build(config.model, config.preset, data, config.seed, device, variant.mods)
-    trainer = Trainer(network, config)
-    assert config.steps is not None
-    clock_from = config.steps // 5  # behind what the first steps cost once
-    begin = time.perf_counter()
-    for batch in islice(data.train(config.batch_size), config.steps):
-        if trainer.steps_done == clock_from:
-            begin = now(device)
-        trainer.step(batch)
-    seconds = now(device) - begin
-    if (step := trainer.guard.first_bad_step()) is not None:
-        raise LokaError(f"{config.model} with {variant.name}, seed {config.seed}: the loss of step {step} is not finite")
-    test = evaluate(network, data.test(config.batch_size), config.precision)
-    return {
-        "steps": config.steps,
-        "test": asdict(test),
-        "samples_per_s": (config.steps - clock_from) * config.batch_size / seconds,
-        "changes": len(report.changes),
-        "removed": report.n_removed,
-        "parameters": sum(parameter.numel() for parameter in network.dense_part.parameters()),
-    }
+def train_group(jobs: tuple[Job, ...]) -> list[dict[str, Any]]:
+    """The variants of one model on one seed, by one process: it reads the data once."""
+    rows = []
+    for job in jobs:
+        row = train_run(job.run)
+        if "test" not in row:
+            raise LokaError(f"{job.key}: the loss of step {row['nonfinite_step']} is not finite")
+        del row["trajectory"], row["samples_per_s"]  # several runs at once slow each other down
+        rows.append(row | {"settings": job.run.settings})
+    return rows
 
 
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def base_config(arguments: argparse.Namespace, data: str, model: str, device: torch.device) -> TrainConfig:
+    given = {"steps": arguments.steps, "batch_size": arguments.batch_size}
+    settings = SETTINGS[data] | {option: value for option, value in given.items() if value}
+    path = str(arguments.movielens) if data == "movielens" else None
+    return TrainConfig(model, arguments.preset, data=data, data_path=path, device=device.type, out=None, **settings)
 
 
-def variants_of(model: str, preset: str, data: Dataset, device: torch.device) -> Iterator[tuple[Variant, str | None]]:
+def variants_of(config: TrainConfig, device: torch.device) -> Iterator[tuple[Arm, str | None]]:
     """Each variant, with the earlier one that makes the very same model of this one: it need not be trained again."""
     yield PLAIN, None
     if device.type == "cuda":
-        yield Variant("none, in bf16", (), Precision.BF16), None
-    seen: dict[frozenset, str] = {frozenset(): PLAIN.name}
+        yield IN_BF16, None
+    data = dataset_of(config, device)
+    model, _ = prepare(Run(config, PLAIN), data, device)
+    example = example_of(model, data, 64)
+    seen: dict[frozenset[tuple[str, str]], str] = {frozenset(): PLAIN.name}
     for variant in VARIANTS:
-        _, report = build(model, preset, data, 0, device, variant.mods)
+        report = apply_mods(model.dense_part, variant.mods, example=example, dry_run=True)
         same = seen.setdefault(frozenset((change.name, change.after) for change in report.changes), variant.name)
         yield variant, None if same == variant.name else same
 
 
-def planned_runs(
-    arguments: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[TrainConfig, Dataset, Variant, str | None]]:
+def planned_jobs(configs: list[TrainConfig], seeds: list[int], device: torch.device) -> Iterator[tuple[Job, str | None]]:
     """All runs, seed by seed, so that an interrupted call leaves whole seeds behind."""
-    paths = {"synthetic": None} | ({"movielens": str(arguments.movielens)} if arguments.movielens else {})
-    given = {"steps": arguments.steps, "batch_size": arguments.batch_size}
-    for seed in arguments.seeds:
-        for name, path in paths.items():
-            settings = SETTINGS[name] | {option: value for option, value in given.items() if value}
-            data = open_dataset(name, path=path, seed=seed, device=device, **settings.get("data_options", {}))
-            settings.setdefault("steps", data.batches_per_epoch(settings["batch_size"]))
-            fixed = {"data": name, "seed": seed, "device": str(device), "out": None, **settings}
-            for model in arguments.models:
-                for variant, same_as in variants_of(model, arguments.preset, data, device):
-                    config = TrainConfig(model, arguments.preset, precision=variant.precision, **fixed)
-                    yield config, data, variant, same_as
+    variants = {(config.data, config.model): list(variants_of(config, device)) for config in configs}
+    for seed in seeds:
+        for config in configs:
+            for variant, same_as in variants[config.data, config.model]:
+                fields = vars(config) | {"seed": seed, "precision": variant.precision}
+                batches = f"{config.steps or 'epoch'}x{config.batch_size}"
+                key = f"{config.data}/{config.model}/{config.preset}/{batches}/{variant.name}/{seed}"
+                yield Job(key, Run(TrainConfig(**fields), variant)), same_as
+
+
+def measure_speed(results: GatheredResults, models: list[str], preset: str, device: torch.device, deadline: float) -> None:
+    """The step of each variant that is a model of its own, in turn with the step of the model as it was."""
+    precision = Precision.BF16 if device.type == "cuda" else Precision.FP32
+    bench = ModelBench(device)
+    for model in models:
+        cell = Cell(model, preset, 2048, Goal.TRAINING)
+        same = {row["variant"] for row in results.rows.values() if row.get("model") == model and "same_as" in row}
+        arms = [ModelArm(v.name, precision, v.mods) for v in VARIANTS if v.name not in same]
+        arms = [arm for arm in arms if f"speed/{cell}/{arm.name}" not in results.rows]
+        if not arms or time.monotonic() > deadline:
+            continue
+        for name, row in bench.measure(cell, arms, ModelArm(PLAIN.name, precision)):
+            results.add(f"speed/{cell}/{name}", {"speed_of": model, "variant": name, "preset": preset, **row})
+            print(f"speed/{cell}/{name}: {row.get('speedup', row.get('failed'))}", flush=True)
+            if time.monotonic() > deadline:
+                print("speed of the rest left for the next call: the time budget is spent")
+                return
 
 
 def make_table(results: GatheredResults) -> str:
-    groups: dict[tuple, dict[str, dict[int, dict]]] = {}
+    groups: dict[tuple[str, ...], dict[str, dict[int, dict[str, Any]]]] = {}
+    speeds = {(row["speed_of"], row["variant"]): row for row in results.rows.values() if "speed_of" in row}
     for row in results.rows.values():
-        config = row["config"]
-        training = (config["data"], f"{config['model']} {config['preset']}", f"{config['steps']}×{config['batch_size']}")
-        groups.setdefault(training, {}).setdefault(row["variant"], {})[config["seed"]] = row
-    header = ["data", "model", "batches", "mods", "seeds", "log-loss", "its change, 95 % interval", "parameters", "samples/s"]
-    rows = []
-    for training, variants in groups.items():
-        plain = variants.get(PLAIN.name, {})
-        for variant, runs in variants.items():
-            if same := next((row["same_as"] for row in runs.values() if "same_as" in row), None):
-                rows.append([*training, variant, "", "", f"the same model as {same}", "", ""])
-            elif seeds := sorted(runs.keys() & plain.keys()):
-                mean = sum(runs[seed]["test"]["log_loss"] for seed in seeds) / len(seeds)
-                speed = sum(runs[seed]["samples_per_s"] for seed in seeds) / len(seeds)
-                change = change_of_loss(runs, plain, seeds) if runs is not plain else ""
-                parameters = f"{runs[seeds[0]]['parameters']:,}"
-                rows.append([*training, variant, str(len(seeds)), f"{mean:.5f}", change, parameters, f"{speed:,.0f}"])
-    return markdown_table(header, rows)
-
-
-def change_of_loss(runs: dict[int, dict], plain: dict[int, dict], seeds: list[int]) -> str:
-    """The mean over seeds of the relative change in percent; negative is better."""
-    changes = [100 * (runs[seed]["test"]["log_loss"] / plain[seed]["test"]["log_loss"] - 1) for seed in seeds]
-    estimate = estimate_mean(changes)
-    verdict = "" if estimate.low <= 0 <= estimate.high else (" worse" if estimate.mean > 0 else " better")
-    return f"{estimate.mean:+.3f} % ± {(estimate.high - estimate.low) / 2:.3f}{verdict}"
+        if "speed_of" not in row:
+            group = (row["data"], row["model"], row["preset"], row["batches"])
+            groups.setdefault(group, {}).setdefault(row["variant"], {})[row["seed"]] = row
+    table = []
+    for (data, model, preset, batches), variants in groups.items():
+        losses = {
+            variant: {seed: row["test"]["log_loss"] for seed, row in runs.items() if "test" in row}
+            for variant, runs in variants.items()
+        }
+        for variant in (arm.name for arm in (PLAIN, IN_BF16, *VARIANTS) if arm.name in variants):
+            runs = variants[variant]
+            cells = [data, f"{model} {preset}", batches, variant]
+            first = next(iter(runs.values()))
+            if "same_as" in first:
+                table.append([*cells, "", "", f"the same model as {first['same_as']}", "", ""])
+                continue
+            change = None if variant == PLAIN.name else change_in_percent(losses[variant], losses.get(PLAIN.name, {}))
+            speedup = speeds.get((model, variant), {}).get("speedup")
+            mean = f"{statistics.fmean(losses[variant].values()):.5f}"
+            cells += [str(len(runs)), mean, describe_change(change), f"{first['parameters']:,}"]
+            table.append([*cells, "" if speedup is None else f"{speedup:.2f}"])
+    header = ["data", "model", "batches", "mods", "seeds", "log-loss", "its change, 95 % interval", "parameters", "speed"]
+    return markdown_table(header, table)
 
 
 def main() -> None:
@@ -166,37 +158,50 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--seeds", nargs="+", type=int, default=range(8))
-    parser.add_argument("--steps", type=int, help="default: 1000 on the synthetic stream, one epoch of MovieLens")
+    parser.add_argument("--steps", type=int, help="default: 600 on the synthetic stream, one epoch of MovieLens")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no run after this many seconds")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once, each a process with one core")
+    parser.add_argument("--budget-s", type=float, default=240, help="start nothing after this many seconds")
     parser.add_argument("--results", type=Path, help="results file to continue; default: one of today's in benchmarks/results")
     arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.budget_s
     device = resolve_device(arguments.device, Precision.FP32)
     environment = current_environment(device_of(device))
     results = GatheredResults(FOLDER, "mods-quality", environment, current_command(), arguments.results)
 
-    begin = time.monotonic()
-    for config, data, variant, same_as in planned_runs(arguments, device):
-        batches = f"{config.steps}×{config.batch_size}"
-        key = f"{config.data}/{config.model}/{config.preset}/{batches}/{variant.name}/{config.seed}"
-        settings = json.loads(json.dumps(asdict(config)))  # as the file gives it back
-        if key in results.rows and results.rows[key]["config"] == settings:
-            continue
+    data_sets = ["synthetic", *(["movielens"] if arguments.movielens else [])]
+    configs = [base_config(arguments, data, model, device) for data in data_sets for model in arguments.models]
+    missing = []
+    for job, same_as in planned_jobs(configs, arguments.seeds, device):
         if same_as:
-            results.add(key, {"variant": variant.name, "same_as": same_as, "config": settings})
-        elif time.monotonic() - begin > arguments.budget_s:
-            print(f"{key} left for the next call: the time budget is spent")
-        else:
-            with matmul_precision(variant.precision):
-                row = run(config, data, variant, device)
-            results.add(key, {"variant": variant.name, **row, "config": settings})
-            print(f"{key}: log-loss {row['test']['log_loss']:.5f} after {time.monotonic() - begin:.0f} s", flush=True)
+            results.rows[job.key] = {"key": job.key, **describe_run(job), "same_as": same_as}
+        elif results.rows.get(job.key, {}).get("settings") != job.run.settings:
+            missing.append(job)
+    groups = [tuple(jobs) for _, jobs in groupby(missing, group_of)]
+    for jobs, rows in run_jobs(groups, train_group, parallel=arguments.parallel, budget_s=deadline - time.monotonic()):
+        for job, row in zip(jobs, rows, strict=True):
+            results.add(job.key, describe_run(job) | row)
+            print(f"{job.key}: log-loss {row['test']['log_loss']:.5f}, {deadline - time.monotonic():.0f} s left", flush=True)
+    measure_speed(results, arguments.models, arguments.preset, device, deadline)
 
-    notes = "Held-out log-loss, fp32 unless said otherwise; changes are relative to no Mods, seed by seed. Negative is better."
+    notes = "Held-out log-loss, fp32 unless said otherwise; changes are relative to no Mods, seed by seed; negative is better. "
+    notes += "Speed is of a whole training step of 2048 examples relative to no Mods; above 1 is faster."
     table = make_table(results)
     path = results.write_markdown(f"{notes}\n\n{table}")
     print(f"{table}\n{path}\n{results.json_path}")
+
+
+def group_of(job: Job) -> tuple[str, str, int]:
+    config = job.run.config
+    return config.data, config.model, config.seed
+
+
+def describe_run(job: Job) -> dict[str, Any]:
+    config = job.run.config
+    batches = f"{config.steps or 'epoch'}×{config.batch_size}"
+    about = {"data": config.data, "model": config.model, "preset": config.preset, "batches": batches}
+    return {**about, "variant": job.run.arm.name, "seed": config.seed}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from loka.train.quality_settings import Arm
 from loka.train.trainer import Trainer
 
 POINTS = 100  # of a run's trajectory
+TEST_BATCH = 4096
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,9 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the run's numbers, as a results file gives it back: a path only by its last part."""
-        path = self.config.data_path
-        fields = asdict(self.config) | {"data_path": path and path.rstrip("/").rpartition("/")[2], "arm": asdict(self.arm)}
-        del fields["device"], fields["out"], fields["log_every"], fields["checkpoint_every"]
-        return json.loads(json.dumps(fields))
+        """What decides the run's numbers, as a results file gives it back."""
+        device_type = self.config.device.partition(":")[0]
+        return {**self.config.identity(device_type), "arm": json.loads(json.dumps(asdict(self.arm)))}
 
 
 def train_run(run: Run) -> dict[str, Any]:
@@ -68,7 +67,7 @@ def train_run(run: Run) -> dict[str, Any]:
         bad_step = trainer.guard.first_bad_step()
         if bad_step is not None:
             return row | {"nonfinite_step": bad_step}
-        return row | {"test": asdict(evaluate(model, data.test(config.batch_size), config.precision))}
+        return row | {"test": asdict(evaluate(model, data.test(TEST_BATCH), config.precision))}
 
 
 def prepare(run: Run, data: Dataset, device: torch.device) -> tuple[Recommender, dict[str, int]]:

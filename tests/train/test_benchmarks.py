@@ -1,6 +1,7 @@
 """The benchmark scripts run, write what they say, and do not repeat what is there."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -41,3 +42,40 @@ def test_quality_trains_each_seed_once(tmp_path):
     mean = sum(row["test"]["log_loss"] for row in rows) / 2
     assert f"{mean:.4f} ±" in (tmp_path / "results.md").read_text()
     assert "log-loss 0" not in run("train_quality.py", *words)
+
+
+def test_mods_quality_trains_each_variant_once(tmp_path):
+    words = [
+        "--device",
+        "cpu",
+        "--models",
+        "dcnv2",
+        "--preset",
+        "tiny",
+        "--steps",
+        "2",
+        "--batch-size",
+        "64",
+        "--seeds",
+        "0",
+        "1",
+    ]
+    words += ["--parallel", "2", "--results", str(tmp_path / "results.json")]
+    assert "synthetic/dcnv2/tiny/2x64/all four/1: log-loss" in run("mods_quality.py", *words)
+    rows = {row["key"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
+    loss = {(row["variant"], row["seed"]): row["test"]["log_loss"] for row in rows.values() if "test" in row}
+    assert {variant for variant, _ in loss} == {"none", "no_bias", "insert_norm", "all four"}
+    changes = [100 * (loss["no_bias", seed] / loss["none", seed] - 1) for seed in (0, 1)]
+    table = (tmp_path / "results.md").read_text()
+    assert f"| {sum(changes) / 2:+.3f} % ± " in table
+    assert "| hard_swish |  |  | the same model as none |" in table
+    assert rows["speed/dcnv2/tiny/2048/training/none"]["speedup"] == 1
+    assert "log-loss 0" not in run("mods_quality.py", *words)
+
+
+def test_scaling_fits_a_slope(tmp_path):
+    words = ["--device", "cpu", "--sites", "2", "4", "--widths", "16", "--results", str(tmp_path / "results.json")]
+    output = run("scaling.py", *words)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    times = {row["size"]: row["seconds"]["measure"] for row in rows if row["axis"] == "sites"}
+    assert f"**{math.log2(times[4] / times[2]):.2f}**" in output  # through two points the line is exact
