@@ -57,7 +57,7 @@ def _table(survey: "Survey") -> Table:
     """A site a line, a role a column: of the timed kernels within the usual error the one with the fastest GEMM."""
     environment = survey.document.environment
     header = ["site", "rows×in×out", *Role]
-    table = plain_table(f"{environment.device}: fastest GEMM within {METRIC} {SAFE}, × baseline, error", header)
+    table = plain_table(f"Fastest GEMM within {METRIC} {SAFE}, its speed-up and error, on {environment.device}", header)
     for site in survey.sites:
         rows = max(site.calls, key=lambda m: site.calls[m]) if site.calls else 0
         table.add_row(site.site, f"{rows}×{site.k}×{site.n}", *(_cell(site, role, rows) for role in Role))

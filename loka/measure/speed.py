@@ -58,13 +58,17 @@ class Speeds:
         return why_not(KERNELS.get(option.kernel), problem)
 
     def products_us(self, options: Iterable[Option], shape: TimedShape) -> dict[Option, float | str]:
-        """The time of each option's product, or the message of its failure."""
+        """The time of each option's product, or the message of its failure.
+
+        Where one is new, all of its role are timed again beside it: times are compared, so they are taken together.
+        """
         by_role: dict[Role, list[Option]] = {}
         for option in options:
             by_role.setdefault(option.role, []).append(option)
         for alike in by_role.values():
-            new = [option for option in alike if (shape, option) not in self._products]
-            calls: dict[Option, Candidate] = {option: partial(self._parts(shape).multiply, option) for option in new}
+            if all((shape, option) in self._products for option in alike):
+                continue
+            calls: dict[Option, Candidate] = {option: partial(self._parts(shape).multiply, option) for option in alike}
             self._products.update({(shape, option): time for option, time in self._time(calls, shape).items()})
         return {option: self._products[shape, option] for alike in by_role.values() for option in alike}
 

@@ -1,0 +1,40 @@
+"""``loka measure`` as a user calls it: from a record on disk to a survey, with one message where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import loka
+from loka.cli import app
+from loka.core.errors import InvalidFile
+from loka.core.survey import Survey
+
+
+def run(words: str) -> None:
+    app(words, exit_on_error=False, result_action="return_value")
+
+
+def test_measures_what_a_probe_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 1))
+    probe = loka.Probe(model, every=1)
+    for _ in range(4):
+        with probe.step():
+            model(torch.randn(64, 24)).square().mean().backward()
+    probe.record().save(tmp_path)
+    probe.detach()
+    run(f"measure {tmp_path} --kernels torch.bf16 reference.rowwise --device cpu")
+    survey = Survey.load(tmp_path)
+    assert [site.site for site in survey.sites] == ["0", "2"]
+    assert {c.kernel for c in survey.sites[0].candidates} == {"torch.fp32", "torch.bf16", "reference.rowwise"}
+    printed = capsys.readouterr().out
+    assert "2 sites" in printed.splitlines()[0]
+    assert "64×24×32" in printed
+    assert f"Next: loka plan {tmp_path}" in printed.replace("\n", "")
+
+
+def test_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(InvalidFile, match=r"there is no .*record.safetensors: make it with `loka probe"):
+        run(f"measure {tmp_path}")
