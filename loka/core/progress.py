@@ -73,7 +73,7 @@ class Bar:
         self._bar.update(self._task, completed=done, total=total)
 
     def say(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False)
+        self._bar.console.print(line, highlight=False, markup=False)
 
     def advance(self, piece: str) -> None:
         self._bar.update(self._task, advance=1, piece=piece)

@@ -31,7 +31,7 @@ HARMLESS = 0.01  # unless all of it lies below this
 FEWEST_SAMPLES, MOST_SAMPLES = 3, 50
 MOST_ROWS = 2048
 CPU_PRODUCTS = 4e9  # multiplications of one sample: a core does about 1e10 a second
-SITE_BUDGET_S = 3.0  # past it a site's interval stays as wide as it is
+SITE_BUDGET_S = {"cuda": 1.0, "cpu": 3.0}  # past it a site's interval stays as wide as it is
 
 # How much worse than its recipe's oracle an option may be: sums in fewer bits, casts that break ties another way.
 ALLOWED_FACTOR, ALLOWED_MORE = 2.0, 0.02
@@ -83,7 +83,7 @@ def measure_errors(
     for index, tensors in enumerate(draw_tensors(site, len(errors), dtype, device)):
         unknown = [option for option, error in errors.items() if not error.is_known]
         spent = time.perf_counter() - start
-        if not unknown or index == MOST_SAMPLES or (index >= FEWEST_SAMPLES and spent > SITE_BUDGET_S):
+        if not unknown or index == MOST_SAMPLES or (index >= FEWEST_SAMPLES and spent > SITE_BUDGET_S[device.type]):
             break
         parts = SiteParts(tensors)
         oracle = Oracle(parts)
