@@ -14,7 +14,7 @@ from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
-from loka.nn.fused_steps import WeightCodes, cast_weight
+from loka.nn.fused_steps import WeightCodes, cast_weight, recast_weight
 from loka.nn.linear import require_input
 from loka.nn.weight_casts import drop_casts, keep_current, refresh_after_load, state_without_casts, store_casts, stored_cast
 
@@ -63,12 +63,11 @@ class FusedBlock(nn.Module):
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there."""
         if self.why_reference is None:
-            assert isinstance(self.spec, BlockSpec)
-            store_casts(self, cast_weight(self.weight.detach())._asdict())
+            recast_weight(self.weight.detach(), self._held_codes())
 
     def tensors(self) -> BlockTensors:
         """What the fused kernels read."""
-        return BlockTensors(self.weight, self.bias, *(stored_cast(self, name) for name in WeightCodes._fields))
+        return BlockTensors(self.weight, self.bias, *self._held_codes())
 
     def reference(self, x: Tensor) -> Tensor:
         """The block in high precision."""
@@ -82,9 +81,12 @@ class FusedBlock(nn.Module):
         why_not = self.spec if isinstance(self.spec, str) else why_not_here(self.weight.device, self.weight.dtype)
         self.why_reference = why_not
         if why_not is None:
-            self.refresh_weight_casts()
+            store_casts(self, cast_weight(self.weight.detach())._asdict())
         else:
             drop_casts(self)
+
+    def _held_codes(self) -> WeightCodes:
+        return WeightCodes(*(stored_cast(self, name) for name in WeightCodes._fields))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FusedBlock":
         """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""

@@ -20,7 +20,7 @@ from loka.kernels.triton.block import (
     norm_backward,
     norm_forward,
 )
-from loka.kernels.triton.casts import Target, cast_matrix
+from loka.kernels.triton.casts import Target, cast_matrix, write_codes
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.tiles import NormBlocks, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
@@ -85,6 +85,12 @@ def cast_weight(weight_NK: Tensor) -> WeightCodes:
     """Both forms of a weight that a block reads."""
     n, k = weight_NK.shape
     return WeightCodes(*cast_matrix(weight_NK, _rowwise(n, k), _rowwise(k, n)))
+
+
+def recast_weight(weight_NK: Tensor, held: WeightCodes) -> None:
+    """``cast_weight`` into the codes that are there, without a copy."""
+    n, k = weight_NK.shape
+    write_codes(weight_NK, _rowwise(n, k), _rowwise(k, n), held)
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:

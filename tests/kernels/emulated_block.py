@@ -22,7 +22,7 @@ ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    for op in (block_forward, norm_forward, norm_backward, gemm, cast_matrix):
+    for op in (block_forward, norm_forward, norm_backward, gemm, cast_matrix, write_codes):
         monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
@@ -79,6 +79,11 @@ def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = N
         return F.pad(codes.view(torch.uint8), (0, target.contraction - codes.shape[1])).view(codes.dtype), scale
 
     return *written(x, plain), *written(x.t(), trans)
+
+
+def write_codes(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    for held, made in zip(codes, cast_matrix(x, plain, trans), strict=True):
+        held.copy_(made)
 
 
 def _gradient(dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str) -> Tensor:

@@ -107,16 +107,22 @@ def _cast_e4m3(
     trans_contraction: int,
     trans_static: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from loka.kernels.triton import cast_kernels as kernels
-
     plain = Target(plain_scaling, plain_outer, plain_contraction, plain_static)
     trans = Target(trans_scaling, trans_outer, trans_contraction, trans_static)
+    codes = *plain.empty(x), *trans.empty(x)
+    write_codes(x, plain, trans, codes, amax)
+    return codes
+
+
+def write_codes(
+    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], amax: Tensor | None = None
+) -> None:
+    """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
+    from loka.kernels.triton import cast_kernels as kernels
+
+    plain_codes, plain_scale, trans_codes, trans_scale = codes
     x = x if x.stride(1) == 1 else x.contiguous()
     (rows, cols), row_stride = x.shape, x.stride(0)
-    plain_codes, plain_scale = plain.empty(x)
-    trans_codes, trans_scale = trans.empty(x)
-    results = plain_codes, plain_scale, trans_codes, trans_scale
-
     if plain.scaling == "rowwise" and trans.scaling == NOT_WRITTEN and amax is None and cols <= WIDEST_ROW:
         step = rows_at_once(plain.contraction)
         kernels.rowwise_kernel[(-(-plain.outer // step),)](
@@ -124,7 +130,7 @@ def _cast_e4m3(
             ROWS=step, COLS=max(16, power_of_two(plain.contraction)), num_warps=8 if plain.contraction > 1024 else 4,
             launch_pdl=x.is_cuda,
         )  # fmt: skip
-        return results
+        return
 
     sms = multiprocessors(x.device)
     scalings = plain.scaling, trans.scaling
@@ -142,7 +148,6 @@ def _cast_e4m3(
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
         ALIGNED=trans.contraction % 16 == 0, num_warps=8 if tile.rows == 128 else 4, launch_pdl=x.is_cuda,
     )  # fmt: skip
-    return results
 
 
 def _amaxes(x: Tensor, scalings: tuple[str, str], sms: int) -> tuple[Tensor, Tensor, Tensor]:
