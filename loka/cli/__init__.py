@@ -1,24 +1,35 @@
-"""The command line: every command is a thin call of the library. Commands are imported when they run, not before."""
+"""The command line: every command is a thin call of the library, and imports torch when it runs, not before."""
 
 import sys
 
-from cyclopts import App
+from cyclopts import App, Group
 
 from loka import __version__
+from loka.cli import bench
+from loka.cli.demo import demo
+from loka.cli.kernels import kernels
+from loka.cli.measure import measure
+from loka.cli.plan import plan
+from loka.cli.report import report
+from loka.cli.train import train
 from loka.core.errors import LokaError
+
+# As --help shows them: in the order they are used.
+FLOW = Group.create_ordered("From a model to its plan")
+BESIDE = Group.create_ordered("Beside it")
+OPTIONS = Group.create_ordered("Options")
 
 app = App(
     name="loka",
-    help="Make 8-bit arithmetic practical for large recommendation models.",
+    help="Make 8-bit arithmetic practical for large recommendation models. Start with: loka demo",
     version=__version__,
 )
-app.command("loka.cli.demo:demo", help="Everything in one go, on a model and data of its own; ends with a report.")
-app.command("loka.cli.kernels:kernels", help="List kernels, what runs here and why not; measure them at a shape.")
-app.command("loka.cli.train:train", help="Train a built-in model and score it on held-out examples.")
-app.command("loka.cli.measure:measure", help="Measure every kernel at every site of a run's record: error and time.")
-app.command("loka.cli.plan:plan", help="Choose from a run's survey the fastest kernels that are accurate enough.")
-app.command("loka.cli.report:report", help="Write a run's report: one page that works offline; --text prints it here.")
-app.command("loka.cli.bench:app", name="bench", help="Measure, print a table, and write it with hardware, versions and date.")
+app["--help"].group = app["--version"].group = OPTIONS
+for order, command in enumerate((demo, measure, plan, train, report)):
+    app.command(command, group=FLOW, sort_key=order)
+app.command(kernels, group=BESIDE)
+bench.app.group = BESIDE
+app.command(bench.app)
 
 
 def main() -> None:

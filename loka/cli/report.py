@@ -16,11 +16,7 @@ def report(
 ) -> None:
     """Write RUN/report.html: one page that works offline, and says what is missing in a run that is not complete.
 
-    Examples:
-
-        loka report run
-
-        loka report run --text
+    Example: loka report run --text
     """
     from loka.report.page import gather_page
     from loka.report.run import read_run
@@ -33,4 +29,4 @@ def report(
         console().print(page_as_text(gather_page(read_run(run))))
     else:
         path = write_report(run)
-        print(f"wrote {path}: open it in a browser")
+        print(f"wrote {path}: open it in a browser  (here: loka report {run} --text)")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 def train(config: Annotated[TrainConfig, Parameter(name="*")], *, resume: bool = False, skip_bad_rows: bool = False) -> None:
     """Train a model and score it on held-out examples.
 
+    Example: loka train --model wukong --steps 500 --out run
+
     Parameters
     ----------
     resume
