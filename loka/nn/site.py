@@ -28,8 +28,13 @@ def run_site(
     vectors: TransformVectors | None = None,
 ) -> Tensor:
     """y = x·wᵀ + b by the executor's kernels, differentiable. ``weight_casts`` holds every 8-bit form of the weight."""
-    if not torch.is_grad_enabled():  # an autograd function asks what requires gradients, not whether any will be taken
-        x_MK, weight_NK = x_MK.detach(), weight_NK.detach()
+    learned = (x_MK, weight_NK, *(() if bias_N is None else (bias_N,)))
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
+        # Not by way of autograd: it casts for a backward that never comes, and torch.compile loses its context here.
+        weight_casts = _with_high_precision(executor, weight_NK, weight_casts, Role.FPROP, vectors)
+        x_casts = _cast(executor, TensorName.X, x_MK, (Role.FPROP,), vectors)
+        with torch.autocast(x_MK.device.type, enabled=False):
+            return executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N, vectors)
     forms = tuple(weight_casts)
     tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
     features_K, shift_N = vectors or (None, None)
@@ -108,7 +113,7 @@ def _cast(
 
 
 def _with_high_precision(
-    executor: SiteExecutor, weight_NK: Tensor, casts: dict[Form, Operand], role: Role, vectors: TransformVectors | None
+    executor: SiteExecutor, weight_NK: Tensor, casts: Casts, role: Role, vectors: TransformVectors | None
 ) -> Casts:
     """A high-precision form of the weight is a view or a change of dtype: made on the spot, never kept."""
     _, form = executor.operand_forms(role)
