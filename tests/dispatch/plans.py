@@ -14,6 +14,7 @@ from loka.core.recipe import Format, Transform
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 
+HIGH_PRECISION = ("torch.fp32", "torch.tf32", "torch.bf16")
 ROWWISE = SiteKernels.same("reference.rowwise")
 MIXED = {
     "bottom": SiteKernels.same("reference.rowwise"),
@@ -75,7 +76,7 @@ def _site(
     }
     estimate = Estimate(0.08, 0.07, 0.09, 50)
     choices = {
-        role: Choice(kernel, "by hand", None if kernel.startswith("torch.") else estimate) for role, kernel in names.items()
+        role: Choice(kernel, "by hand", None if kernel in HIGH_PRECISION else estimate) for role, kernel in names.items()
     }
     transform = next((t for t in (Transform.CENTER, Transform.RESCALE) if f"{name}/{t}" in vectors), Transform.NONE)
     return SitePlan(
