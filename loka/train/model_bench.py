@@ -102,7 +102,7 @@ class ModelBench:
             "peak_bytes": ready.peak_bytes,
         }
         if cell.goal is Goal.TRAINING and (ready is baseline or arm.is_planned):  # where the time goes before and after
-            profile = profile_step(ready.trainer, repeat(ready.batch), warmup=0, timed=2, profiled=PROFILED_STEPS)
+            profile = profile_step(ready.trainer, repeat(ready.batch), warmup=0, timed=5, profiled=PROFILED_STEPS)
             row["shares"] = {str(kind): share for kind, share in profile.shares.items()} if profile.is_sound else None
         return row
 
