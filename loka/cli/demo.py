@@ -1,5 +1,6 @@
 """``loka demo``: everything LoKA does, on a model and data of its own."""
 
+import os
 import sys
 import time
 from typing import Annotated
@@ -29,6 +30,7 @@ def demo(
     from loka.train import progress as steps
     from loka.train.demo import Stage, run_demo, settings_for
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own beginnings and ends
     where = device_named(device)
     begin = time.monotonic()
     stage = Stage(lambda line: print(line, flush=True), steps.for_this_output, pieces.for_this_output)

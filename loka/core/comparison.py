@@ -18,12 +18,19 @@ SCHEMA = "loka.comparison/1"
 
 
 class QualityPair(Struct, frozen=True):
-    """Log-loss of both twins on the same held-out examples. ``change`` is relative: (planned − high) ÷ high."""
+    """Log-loss on the same held-out examples. ``change`` is relative: (planned − high) ÷ high.
 
+    For serving, one set of weights run both ways. For training, weights that were trained both ways, run in high precision;
+    training amplifies the smallest difference, so ``apart`` is the change between two high-precision runs of which one began
+    a rounding off: what is within it cannot be told from nothing.
+    """
+
+    goal: Goal
     high_log_loss: float
     planned_log_loss: float
     change: Estimate  # over the pairs of held-out batches, at 95 %
     examples: int
+    apart: Estimate | None = None
 
 
 class TimePair(Struct, frozen=True):
@@ -45,8 +52,8 @@ class Comparison(Struct, frozen=True):
     fingerprint: str
     environment: Environment
     dtype: Format  # of the high-precision twin's GEMMs
-    training_steps: int  # that the twins were trained apart
-    quality: QualityPair | None = None
+    training_steps: int  # that twins were trained apart
+    quality: tuple[QualityPair, ...] = ()
     times: tuple[TimePair, ...] = ()
 
     def save(self, run: str | Path) -> Path:

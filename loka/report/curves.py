@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from loka.numerics.confidence import estimate_mean
 from loka.report.page_data import Curve, CurveDifference, Curves
-from loka.report.run import HIGH_TWIN, PLANNED_TWIN, MetricsLine
+from loka.report.run import AGAIN_TWIN, HIGH_TWIN, PLANNED_TWIN, MetricsLine
 
 MOST_POINTS = 200  # more would only blur into each other
 
@@ -29,10 +29,11 @@ def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str) -> 
     curves = tuple(
         Curve(names[name], tuple(window.step for window in line), tuple(window.log_loss for window in line))
         for name, line in windows.items()
+        if name in names
     )
     known = [(window.step, window.best) for window in next(iter(windows.values())) if window.best is not None]
     best = Curve("best possible", tuple(step for step, _ in known), tuple(loss for _, loss in known)) if known else None
-    return Curves(curves, best, _difference(windows))
+    return Curves(curves, best, _difference(windows, PLANNED_TWIN), _difference(windows, AGAIN_TWIN))
 
 
 def _windows(lines: Sequence[MetricsLine]) -> list[Window]:
@@ -64,11 +65,10 @@ def _merged(group: list[Window]) -> Window:
     )
 
 
-def _difference(twins: dict[str, list[Window]]) -> CurveDifference | None:
-    if set(twins) != {HIGH_TWIN, PLANNED_TWIN}:
-        return None
-    high = {window.step: window.log_loss for window in twins[HIGH_TWIN]}
-    pairs = [(window.step, window.log_loss, high[window.step]) for window in twins[PLANNED_TWIN] if window.step in high]
+def _difference(twins: dict[str, list[Window]], name: str) -> CurveDifference | None:
+    """Of the twin ``name`` from the high-precision one, where both are there."""
+    high = {window.step: window.log_loss for window in twins.get(HIGH_TWIN, ())}
+    pairs = [(window.step, window.log_loss, high[window.step]) for window in twins.get(name, ()) if window.step in high]
     if not pairs:
         return None
     changes = [100 * (planned / base - 1) for _, planned, base in pairs]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from loka.core.comparison import Comparison, TimePair
+from loka.core.comparison import Comparison, QualityPair, TimePair
 from loka.core.plan import Goal, PlanDocument, SitePlan
 from loka.report.page_data import Tile
 from loka.report.plan_view import shares
@@ -16,9 +16,8 @@ def headline(run: Run) -> str:
     """What was measured of the whole model; else what the plan promises; else how far the run has come."""
     if run.comparison and run.comparison.times:
         best = main_times(run.comparison, run.plan)
-        speed = _speed_words(best)
-        quality = run.comparison.quality
-        return f"{speed} at {change_percent(quality.change)} log-loss" if quality else speed
+        quality = next((pair for pair in run.comparison.quality if pair.goal is best.goal), None)
+        return _speed_words(best) + (f" at {change_percent(quality.change)} log-loss" if quality else "")
     if run.plan:
         low = sum(site.is_low_precision for site in run.plan.sites)
         if not low:
@@ -62,10 +61,15 @@ def summarize(run: Run) -> tuple[str, ...]:
 
 
 def _comparison_sentence(comparison: Comparison) -> str:
-    quality = comparison.quality
-    trained = f"trained apart for {comparison.training_steps:,} steps on the same batches"
-    scored = f", then scored on {quality.examples:,} held-out examples" if quality else ""
-    return f"{comparison.model}, beside its {comparison.dtype} twin: {trained}{scored}."
+    parts = [f"{comparison.model}, beside itself in {comparison.dtype}"]
+    for pair in comparison.quality:
+        if pair.goal is Goal.SERVING:
+            parts.append(f"served both ways with the same weights on {pair.examples:,} held-out examples")
+        else:
+            apart = f" (two {comparison.dtype} runs: {change_percent(pair.apart)})" if pair.apart else ""
+            change = f"{change_percent(pair.change)} log-loss{apart}"
+            parts.append(f"trained both ways for {comparison.training_steps:,} steps on the same batches: {change}")
+    return "; ".join(parts) + "."
 
 
 def _plan_sentence(plan: PlanDocument) -> str:
@@ -84,12 +88,7 @@ def tiles(run: Run) -> tuple[Tile, ...]:
             note = f"{duration(pair.high_us)} → {duration(pair.planned_us)} a batch of {pair.batch_size:,}"
             spread = (pair.speedup.high - pair.speedup.low) / 2
             found.append(Tile(label, times_faster(pair.speedup.mean), f"± {spread:.2f}; {note}", pair.speedup.low > 1))
-        if quality := run.comparison.quality:
-            within = max(abs(quality.change.low), abs(quality.change.high)) <= NEUTRAL
-            tells_apart = quality.change.low > 0
-            note = f"{quality.high_log_loss:.5f} → {quality.planned_log_loss:.5f}"
-            value, _, spread = change_percent(quality.change).partition(f" ±{NBSP}")
-            found.append(Tile("log-loss", value, f"± {spread}; {note}", False if tells_apart else within or None))
+        found += [_quality_tile(pair) for pair in run.comparison.quality]
     if run.plan:
         low = [site for site in run.plan.sites if site.is_low_precision]
         share = sum(shares(run.plan)[site.site] for site in low)
@@ -102,6 +101,16 @@ def tiles(run: Run) -> tuple[Tile, ...]:
                 )
             )
     return tuple(found)
+
+
+def _quality_tile(pair: QualityPair) -> Tile:
+    """Bad where the loss has risen by more than is nothing; good where it is known not to have, within what teams count."""
+    value, _, spread = change_percent(pair.change).partition(f" ±{NBSP}")
+    note = f"± {spread}; {pair.high_log_loss:.5f} → {pair.planned_log_loss:.5f}"
+    nothing = max(NEUTRAL, *(abs(edge) for edge in (pair.apart.low, pair.apart.high))) if pair.apart else NEUTRAL
+    is_worse = pair.change.low > 0 and pair.change.mean > nothing
+    is_known_good = pair.change.high <= nothing
+    return Tile(f"log-loss, {pair.goal}", value, note, False if is_worse else is_known_good or None)
 
 
 def _kernels_chosen(sites: list[SitePlan]) -> str:

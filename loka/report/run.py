@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
-HIGH_TWIN, PLANNED_TWIN = "high", "planned"  # folders below the run's twins/, each with a metrics.jsonl
+# Folders below the run's twins/, each with a metrics.jsonl: in high precision, the same a rounding off, and by the plan.
+HIGH_TWIN, AGAIN_TWIN, PLANNED_TWIN = "high", "again", "planned"
 
 
 class WindowMetrics(msgspec.Struct, frozen=True):
@@ -84,11 +85,11 @@ def _load_record(path: Path) -> "Record":
 
 def _read_training(path: Path) -> dict[str, list[MetricsLine]]:
     """The twins' curves where there are twins, otherwise the run's own."""
-    folders = {name: path / "twins" / name for name in (HIGH_TWIN, PLANNED_TWIN)}
-    if not all((folder / "metrics.jsonl").exists() for folder in folders.values()):
-        folders = {"training": path}
-    found = {name: _read_metrics(folder / "metrics.jsonl") for name, folder in folders.items()}
-    return {name: lines for name, lines in found.items() if lines}
+    twins = {name: _read_metrics(path / "twins" / name / "metrics.jsonl") for name in (HIGH_TWIN, AGAIN_TWIN, PLANNED_TWIN)}
+    if twins[HIGH_TWIN] and twins[PLANNED_TWIN]:
+        return {name: lines for name, lines in twins.items() if lines}
+    own = twins[HIGH_TWIN] or _read_metrics(path / "metrics.jsonl")
+    return {"training": own} if own else {}
 
 
 def _read_metrics(file: Path) -> list[MetricsLine]:

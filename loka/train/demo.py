@@ -5,14 +5,16 @@ Every stage leaves its file in the run's folder and is skipped where that is the
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.core.comparison import Comparison
+from loka.core.comparison import Comparison, QualityPair, TimePair
 from loka.core.environment import current_environment
 from loka.core.plan import Goal, Plan
 from loka.core.progress import Progress as PieceProgress
@@ -41,7 +43,7 @@ from loka.train.run_folder import RunFolder
 from loka.train.trainer import Trainer
 from loka.train.twins import Twin, compare_quality, compare_times
 
-HIGH, PLANNED = "high", "planned"
+HIGH, AGAIN, PLANNED = "high", "again", "planned"  # the twins' folders
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class DemoSettings:
             batch_size=self.batch_size,
             precision=self.precision,
             compile=self.compile,
+            warmup_steps=self.probe_steps // 2,
+            decay_steps=self.twin_steps,  # so that twins end near each other, if nothing but chance divides them
             seed=self.seed,
             device=self.device,
             log_every=max(1, self.twin_steps // 40),
@@ -89,7 +93,7 @@ def settings_for(device: torch.device) -> DemoSettings:
         return DemoSettings("base", Goal.TRAINING, 4096, 300, 300, 24, Precision.BF16, compile=True)
     # The preset's own layers are too narrow to be worth a cast; in these GEMMs are most of the time, as in real models.
     wider: dict[str, Option] = {"fmb_widths": (1024, 512), "top_widths": (1024, 512)}
-    return DemoSettings("small", Goal.SERVING, 1024, 150, 150, 48, model_options=wider)
+    return DemoSettings("small", Goal.SERVING, 1024, 120, 80, 48, model_options=wider)
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,7 @@ def run_demo(settings: DemoSettings, out: str | Path, stage: Stage | None = None
         demo.train_under_probe()
         survey = demo.measure()
         demo.plan(survey)
-        for name in (HIGH, PLANNED):
-            demo.train_twin(name)
+        demo.train_twins()
         return demo.compare()
 
 
@@ -127,7 +130,7 @@ class _Demo:
 
     def train_under_probe(self) -> None:
         """record.safetensors, and the checkpoint that both twins start from."""
-        self.stage.say(f"1/6  {self.settings.title}: Mods applied, trained under the Probe")
+        self.stage.say(f"1/5  {self.settings.title}: Mods applied, trained under the Probe")
         if (self.folder / RECORD_FILE).exists():
             return
         trainer, changes = self._trainer()
@@ -148,7 +151,7 @@ class _Demo:
 
     def measure(self) -> Survey:
         """survey.json"""
-        self.stage.say("2/6  measured: error and time of every kernel at every site")
+        self.stage.say("2/5  measured: error and time of every kernel at every site")
         if (self.folder / "survey.json").exists():
             return Survey.load(self.folder)
         return measure(
@@ -161,7 +164,7 @@ class _Demo:
 
     def plan(self, survey: Survey) -> None:
         """plan.json for the goal, checked on held-out batches; training/plan.json for what the twin trains with."""
-        self.stage.say(f"3/6  planned: the fastest kernels that are accurate enough, for {self.settings.goal}")
+        self.stage.say(f"3/5  planned: the fastest kernels that are accurate enough, for {self.settings.goal}")
         training = self.folder / "training"
         if not (training / "plan.json").exists():
             make_plan(survey, goal=Goal.TRAINING).save(training)
@@ -175,53 +178,76 @@ class _Demo:
             checked.plan.save(self.folder)
             self.stage.say(f"     {checked}")
 
-    def train_twin(self, name: str) -> None:
-        """twins/<name>: trained on from the same checkpoint on the same batches, in high precision or by the plan."""
-        words = "in high precision" if name == HIGH else "by the plan"
-        self.stage.say(f"{4 if name == HIGH else 5}/6  trained on {words}")
-        if self._is_done(name):
-            return
-        trainer = self._twin(name)
-        if name == PLANNED:
-            plan = Plan.load(self.folder / "training")
-            self.stage.say(
-                f"     {sum(site.is_low_precision for site in plan.sites)} of {len(plan.sites)} sites in low precision"
-            )
-            apply_plan(trainer.model.dense_part, plan)
-        self._run_steps(trainer, self.config.steps or 0, RunFolder(self.folder / "twins" / name))
+    def train_twins(self) -> None:
+        """twins/<name>, trained on from the same checkpoint on the same batches: in high precision, again, and by the plan."""
+        words = {HIGH: "in high precision", AGAIN: "again, begun a rounding off", PLANNED: "by the plan"}
+        if not self._trains_low:
+            words = {HIGH: "in high precision; no kernel makes a training step faster here, so there is nothing to compare"}
+        for name, how in words.items():
+            self.stage.say(f"4/5  trained on {how}")
+            if self._is_done(name):
+                continue
+            trainer = self._twin(name)
+            if name == PLANNED:
+                apply_plan(trainer.model.dense_part, self._training_plan)
+            self._run_steps(trainer, self.config.steps or 0, RunFolder(self.folder / "twins" / name))
 
     def compare(self) -> Comparison:
         """comparison.json"""
-        self.stage.say("6/6  served and compared with the twin")
-        config, size = self.config, self.config.batch_size
-        batch = next(self.data.test(size))
-        times = []
-        training_plan = Plan.load(self.folder / "training")
-        if any(site.is_low_precision for site in training_plan.sites):
-            high, planned = self._twin(HIGH), self._twin(PLANNED)
-            apply_plan(planned.model.dense_part, training_plan)
-            steps = [Twin(trainer.model, lambda trainer=trainer: trainer.step(batch)) for trainer in (high, planned)]
-            times.append(compare_times(Goal.TRAINING, size, *steps, compiled=config.compile))
-        high_model, planned_model = self._twin(HIGH).model, self._twin(PLANNED).model
-        high_model.eval().requires_grad_(False)
-        serving_plan = self._serving_plan()
-        if any(site.is_low_precision for site in serving_plan.sites):
-            apply_plan(planned_model.dense_part, serving_plan)
-            self.stage.say(f"     {freeze(planned_model.dense_part)}")
-        quality = compare_quality(high_model, planned_model, self.data.test(size), config.precision)
-        serve = [Twin(model, lambda model=model: self._serve(model, batch)) for model in (high_model, planned_model)]
-        times.append(compare_times(Goal.SERVING, size, *serve, compiled=config.compile))
+        self.stage.say("5/5  served and compared")
+        quality, times = [], []
+        if self._trains_low:
+            quality.append(self._training_quality())
+            times.append(self._training_times())
+        serving_quality, serving_times = self._serve_both_ways(PLANNED if self._trains_low else HIGH)
+        document = self._training_plan.document
         comparison = Comparison(
             model=self.settings.title,
-            fingerprint=serving_plan.document.fingerprint,
+            fingerprint=document.fingerprint,
             environment=current_environment(device_of(self.device)),
-            dtype=serving_plan.document.dtype,
+            dtype=document.dtype,
             training_steps=self.settings.twin_steps,
-            quality=quality,
-            times=tuple(times),
+            quality=(*quality, serving_quality),
+            times=(*times, serving_times),
         )
         comparison.save(self.folder)
         return comparison
+
+    def _training_quality(self) -> QualityPair:
+        high, again, planned = (self._twin(name).model for name in (HIGH, AGAIN, PLANNED))
+        batches = list(self.data.test(self.config.batch_size))
+        pair = compare_quality(Goal.TRAINING, high, planned, batches, self.config.precision)
+        apart = compare_quality(Goal.TRAINING, high, again, batches, self.config.precision).change
+        return msgspec.structs.replace(pair, apart=apart)
+
+    def _training_times(self) -> TimePair:
+        high, planned = self._twin(HIGH), self._twin(PLANNED)
+        apply_plan(planned.model.dense_part, self._training_plan)
+        batch = next(self.data.train(self.config.batch_size))
+        twins = [Twin(trainer.model, lambda trainer=trainer: trainer.step(batch)) for trainer in (high, planned)]
+        return compare_times(Goal.TRAINING, self.config.batch_size, *twins, compiled=self.config.compile)
+
+    def _serve_both_ways(self, name: str) -> tuple[QualityPair, TimePair]:
+        """The same weights in high precision and frozen under the serving plan."""
+        size, precision = self.config.batch_size, self.config.precision
+        high, planned = self._twin(name).model, self._twin(name).model
+        high.eval().requires_grad_(False)
+        plan = self._serving_plan()
+        if any(site.is_low_precision for site in plan.sites):
+            apply_plan(planned.dense_part, plan)
+            self.stage.say(f"     {freeze(planned.dense_part)}")
+        quality = compare_quality(Goal.SERVING, high, planned, self.data.test(size), precision)
+        batch = next(self.data.test(size))
+        twins = [Twin(model, lambda model=model: self._serve(model, batch)) for model in (high, planned)]
+        return quality, compare_times(Goal.SERVING, size, *twins, compiled=self.config.compile)
+
+    @cached_property
+    def _training_plan(self) -> Plan:
+        return Plan.load(self.folder / "training")
+
+    @property
+    def _trains_low(self) -> bool:
+        return any(site.is_low_precision for site in self._training_plan.sites)
 
     def _serving_plan(self) -> Plan:
         if self.settings.goal is Goal.SERVING:
@@ -243,6 +269,8 @@ class _Demo:
         """Where the twin stands: at its newest checkpoint, or at the start."""
         trainer, _ = self._trainer()
         self._load_start(trainer)
+        if name == AGAIN:
+            _nudge(trainer.model.dense_part)
         RunFolder(self.folder / "twins" / name).begin(trainer)
         return trainer
 
@@ -269,6 +297,13 @@ class _Demo:
     def _serve(self, model: Recommender, batch: Batch) -> Tensor:
         with torch.no_grad(), autocast(self.config.precision, self.device):
             return model(batch)
+
+
+@torch.no_grad()
+def _nudge(module: nn.Module) -> None:
+    """Move every parameter to the next number above it: the smallest difference there is."""
+    for parameter in module.parameters():
+        parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
 
 
 def _kernels(device: torch.device) -> list[str] | None:

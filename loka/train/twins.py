@@ -26,7 +26,9 @@ class Twin:
     run: Callable[[], object]
 
 
-def compare_quality(high: Recommender, planned: Recommender, batches: Iterable[Batch], precision: Precision) -> QualityPair:
+def compare_quality(
+    goal: Goal, high: Recommender, planned: Recommender, batches: Iterable[Batch], precision: Precision
+) -> QualityPair:
     """The log-loss of both on the same batches. The interval is over batches: of these examples, not of other seeds."""
     pairs: list[tuple[int, float, float]] = []
     for batch in batches:
@@ -36,7 +38,7 @@ def compare_quality(high: Recommender, planned: Recommender, batches: Iterable[B
     # Batches of the same examples: their differences spread far less than their losses. Each is put in relation to the mean.
     whole = [pair for pair in pairs if pair[0] == pairs[0][0]]
     change = estimate_mean([(planned_batch - high_batch) / high_loss for _, high_batch, planned_batch in whole])
-    return QualityPair(high_loss, planned_loss, change, examples)
+    return QualityPair(goal, high_loss, planned_loss, change, examples)
 
 
 def _log_loss(model: Recommender, batch: Batch, precision: Precision) -> float:

@@ -12,8 +12,10 @@ import torch
 
 from loka.core.comparison import Comparison
 from loka.core.plan import Goal, Plan
+from loka.core.survey import Survey
 from loka.data.dataset import open_dataset
 from loka.models.registry import build_model
+from loka.planner.plan import make_plan
 from loka.report.run import read_run
 from loka.train.config import Precision
 from loka.train.demo import DemoSettings, Stage, run_demo
@@ -62,12 +64,11 @@ def test_every_stage_leaves_its_file(whole: Path) -> None:
     run = read_run(whole)
     assert run.missing == ()
     assert run.record is not None
-    assert set(run.training) == {"high", "planned"}
     assert run.comparison is not None
     assert run.comparison.fingerprint == run.record.fingerprint == Plan.load(whole).document.fingerprint
-    assert run.comparison.quality is not None
-    assert run.comparison.quality.examples == 3 * 64
-    assert Goal.SERVING in {pair.goal for pair in run.comparison.times}
+    goals = [Goal.TRAINING, Goal.SERVING] if "planned" in run.training else [Goal.SERVING]
+    assert [pair.goal for pair in run.comparison.quality] == [pair.goal for pair in run.comparison.times] == goals
+    assert all(pair.examples == 3 * 64 for pair in run.comparison.quality)
     for pair in run.comparison.times:
         assert sum(pair.high_by_kind.values()) == pytest.approx(pair.high_us)
 
@@ -78,7 +79,7 @@ def test_a_finished_demo_is_not_run_again(whole: Path) -> None:
     assert "already" in said[0]
 
 
-@pytest.mark.parametrize("stop", [3, 9, 15])  # under the Probe, in the first twin, in the second
+@pytest.mark.parametrize("stop", [3, 9])  # under the Probe, and in the first twin
 def test_an_interrupted_demo_goes_on(whole: Path, tmp_path: Path, stop: int) -> None:
     for measured in whole.glob("survey.*"):  # what takes longest, and is interrupted in its own tests
         shutil.copy(measured, tmp_path)
@@ -90,14 +91,31 @@ def test_an_interrupted_demo_goes_on(whole: Path, tmp_path: Path, stop: int) -> 
     assert losses(tmp_path, "high") == losses(whole, "high")
 
 
+def test_twins_part_by_the_plan_alone(whole: Path, tmp_path: Path) -> None:
+    """With every site that can in INT8, faster or not, three twins are trained; the one begun a rounding off stays close."""
+    for file in whole.iterdir():
+        if file.is_file() and file.name not in ("comparison.json", "plan.json"):
+            shutil.copy(file, tmp_path)
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    make_plan(Survey.load(whole), goal=Goal.TRAINING, min_speedup=1e-6).save(tmp_path / "training")
+    plan = make_plan(Survey.load(whole), goal=Goal.SERVING, min_speedup=1e-6)
+    plan.save(tmp_path)
+    comparison = run_demo(TINY, tmp_path)
+    training, serving = comparison.quality
+    assert training.apart is not None
+    assert abs(training.apart.mean) < 1e-4
+    assert abs(training.change.mean) > 1e-9
+    assert 1e-9 < abs(serving.change.mean) < 0.05
+
+
 def test_quality_is_compared_batch_by_batch() -> None:
     data = open_dataset("synthetic", test_examples=160)
     torch.manual_seed(0)
     high, same, other = (build_model("wukong", "tiny", data.schema) for _ in range(3))
     same.load_state_dict(high.state_dict())
-    equal = compare_quality(high, same, data.test(64), Precision.FP32)
+    equal = compare_quality(Goal.SERVING, high, same, data.test(64), Precision.FP32)
     assert (equal.change.mean, equal.change.low, equal.change.high, equal.examples) == (0, 0, 0, 160)
-    apart = compare_quality(high, other, data.test(64), Precision.FP32)
+    apart = compare_quality(Goal.SERVING, high, other, data.test(64), Precision.FP32)
     assert apart.change.n == 2  # the last batch is smaller, and would weigh too much
     assert apart.planned_log_loss != apart.high_log_loss
 
@@ -124,9 +142,9 @@ def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("1/6")
+    assert process.stdout.readline().startswith("1/5")
     process.send_signal(2)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode in (130, -2)  # a shell's 130 either way: Python may end by the signal itself
     assert f"`loka demo -o {tmp_path}` goes on where it stopped" in errors
     assert "Traceback" not in errors

@@ -6,7 +6,7 @@ function showCurves(curves) {
   const section = find("#training");
   section.hidden = false;
   find(".about", section).textContent = curves.difference
-    ? "Log-loss of each window before its examples were learned from. Both twins see the same batches, so the lower panel shows their relative difference: a dot a window, the line its mean so far, the band the 95 % interval of that mean over windows."
+    ? "Log-loss of each window before its examples were learned from. Both twins see the same batches, so the lower panel shows their relative difference: a dot a window, the line its mean so far, the band the 95 % interval of that mean over windows. Training makes much of little: two high-precision runs that begin one rounding apart drift apart too, and what stays within that cannot be told from nothing."
     : "Log-loss of each window before its examples were learned from.";
   drawToFit(find(".chart", section), (width) => renderCurves(curves, width));
 }
@@ -36,7 +36,7 @@ function renderCurves(curves, width) {
   });
   svg.append(legend(curves, box));
   let base = box.bottom;
-  if (curves.difference) base = difference(svg, curves.difference, { ...box, top: top + 26, bottom: top + bottom - 14 }, x);
+  if (curves.difference) base = difference(svg, curves, { ...box, top: top + 26, bottom: top + bottom - 14 }, x);
   for (const tick of linearTicks(...xDomain, width < 560 ? 4 : 8))
     svg.append(draw("text", { x: x(tick), y: base + 18, "text-anchor": "middle" }, tick.toLocaleString("en")));
   svg.append(draw("text", { x: box.right, y: base + 34, "text-anchor": "end" }, "step"));
@@ -71,23 +71,32 @@ function legend(curves, box) {
   return group;
 }
 
-function difference(svg, change, box, x) {
-  const sorted = change.change.map(Math.abs).sort((a, b) => a - b);
-  const reach = Math.max(0.025, sorted[Math.floor(sorted.length * 0.97)] ?? 0, ...change.high.slice(-1).map(Math.abs), ...change.low.slice(-1).map(Math.abs)) * 1.15;
-  const clamp = (value) => Math.max(-reach, Math.min(reach, value));
+function difference(svg, { difference: change, rounding, curves }, box, x) {
+  const sorted = [...change.change, ...(rounding?.change ?? [])].map(Math.abs).sort((a, b) => a - b);
+  const ends = [change, rounding].filter(Boolean).flatMap(({ low, high }) => [...low.slice(-1), ...high.slice(-1)]).map(Math.abs);
+  const reach = Math.max(0.025, sorted[Math.floor(sorted.length * 0.97)] ?? 0, ...ends) * 1.15;
   const y = linearScale([-reach, reach], [box.bottom, box.top]);
+  const clamp = (value) => Math.max(-reach, Math.min(reach, value));
   const signed = (value) => minus(`${value > 0 ? "+" : ""}${significant(value)} %`);
-  panel(svg, box, y, linearTicks(-reach, reach, 4), signed, "LoKA against high precision");
-  if (change.mean.length) {
-    const later = change.steps.slice(1);
-    const edge = (values) => later.map((step, index) => `${x(step).toFixed(1)},${y(clamp(values[index])).toFixed(1)}`);
-    svg.append(
-      draw("polygon", { points: [...edge(change.low), ...edge(change.high).reverse()].join(" "), fill: "var(--blue)", "fill-opacity": 0.16 }),
-      draw("line", { class: "axis", x1: box.left, x2: box.right, y1: y(0), y2: y(0) }),
-      draw("polyline", { points: edge(change.mean).join(" "), fill: "none", stroke: "var(--blue)", "stroke-width": 1.8 }));
+  panel(svg, box, y, linearTicks(-reach, reach, 4), signed, `LoKA against ${curves[0].name}`);
+  svg.append(draw("line", { class: "axis", x1: box.left, x2: box.right, y1: y(0), y2: y(0) }));
+  if (rounding) {
+    svg.append(...meanWithBand(rounding, x, (value) => y(clamp(value)), "var(--grey)", "6 4"));
+    svg.append(draw("text", { x: box.right, y: box.top - 14, "text-anchor": "end" }, `dashed: ${curves[0].name} against itself, begun a rounding off`));
   }
-  change.change.forEach((value, index) => svg.append(draw("circle", { cx: x(change.steps[index]), cy: y(clamp(value)), r: 2, fill: "var(--soft)", "fill-opacity": 0.65 })));
+  svg.append(...meanWithBand(change, x, (value) => y(clamp(value)), "var(--blue)", null));
+  change.change.forEach((value, index) => svg.append(draw("circle", { cx: x(change.steps[index]), cy: y(clamp(value)), r: 2, fill: "var(--blue)", "fill-opacity": 0.55 })));
   return box.bottom;
+}
+
+function meanWithBand(change, x, y, colour, dash) {
+  if (!change.mean.length) return [];
+  const later = change.steps.slice(1);
+  const edge = (values) => later.map((step, index) => `${x(step).toFixed(1)},${y(values[index]).toFixed(1)}`);
+  return [
+    draw("polygon", { points: [...edge(change.low), ...edge(change.high).reverse()].join(" "), fill: colour, "fill-opacity": 0.15 }),
+    draw("polyline", { points: edge(change.mean).join(" "), fill: "none", stroke: colour, "stroke-width": 1.8, "stroke-dasharray": dash }),
+  ];
 }
 
 // The nearest step's numbers, wherever the pointer is above the chart.

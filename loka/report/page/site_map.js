@@ -134,20 +134,23 @@ function marks(map, x, y, narrow, onSelect) {
   return elements;
 }
 
-// The sites that hold most of the time carry their names, where these do not run into each other.
+// The sites that hold most of the time carry their names, beside or above their mark, where nothing else is.
 function names(map, x, y, box, narrow) {
   const radius = radiusOf(map, narrow);
-  const taken = [];
+  const taken = map.points.map((point) => around(x(point.speedup), y(point.error), 2 * radius(point), 2 * radius(point)));
   const texts = [];
-  for (const point of map.points.slice(0, narrow ? 3 : 6)) {
-    const width = 6.6 * point.site.length;
-    const right = x(point.speedup) + radius(point) + 5;
-    const left = right + width > box.right ? x(point.speedup) - radius(point) - 5 - width : right;
-    const area = { left, right: left + width, top: y(point.error) - 8, bottom: y(point.error) + 8 };
-    const free = taken.every((other) => area.right < other.left || area.left > other.right || area.bottom < other.top || area.top > other.bottom);
-    if (!free || left < box.left) continue;
-    taken.push(area);
-    texts.push(draw("text", { x: left, y: y(point.error) + 4, class: "halo", "aria-hidden": "true", style: "pointer-events: none; fill: var(--ink)" }, point.site));
+  for (const [index, point] of map.points.slice(0, narrow ? 4 : 10).entries()) {
+    const [width, r, cx, cy] = [6.7 * point.site.length, radius(point), x(point.speedup), y(point.error)];
+    const places = [[cx + r + 6 + width / 2, cy], [cx - r - 6 - width / 2, cy], [cx, cy - r - 11], [cx, cy + r + 11]];
+    const free = places.map(([px, py]) => around(px, py, width, 15)).find((area) =>
+      area.left >= box.left && area.right <= box.right && area.top >= box.top && area.bottom <= box.bottom &&
+      taken.every((other, owner) => owner === index || apart(area, other)));
+    if (!free) continue;
+    taken.push(free);
+    texts.push(draw("text", { x: (free.left + free.right) / 2, y: free.bottom - 3, "text-anchor": "middle", class: "halo", "aria-hidden": "true", style: "pointer-events: none; fill: var(--ink)" }, point.site));
   }
   return texts;
 }
+
+const around = (x, y, width, height) => ({ left: x - width / 2, right: x + width / 2, top: y - height / 2, bottom: y + height / 2 });
+const apart = (a, b) => a.right < b.left || a.left > b.right || a.bottom < b.top || a.top > b.bottom;

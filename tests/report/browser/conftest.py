@@ -55,7 +55,8 @@ class Tab:
     def open(self, path: Path, *, width: int, height: int = 900, scheme: str = "light") -> None:
         self.events.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        wishes = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}  # a page that glides is a moving target
+        self.call("Emulation.setEmulatedMedia", features=[{"name": name, "value": value} for name, value in wishes.items()])
         self.call("Page.navigate", url=path.resolve().as_uri())
         deadline = time.monotonic() + TIMEOUT_S
         while self.evaluate("document.readyState") != "complete":
