@@ -1,0 +1,68 @@
+"""LoKA in a training loop of your own. The lines marked ← are all it takes.
+
+Run it: python examples/own_model.py run
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+import loka
+
+
+class ClickModel(nn.Module):
+    """Stands for your model: any nn.Module with linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.EmbeddingBag(1000, 64)
+        self.tower = nn.Sequential(
+            nn.Linear(64 + 13, 512), nn.LayerNorm(512), nn.SiLU(),
+            nn.Linear(512, 512), nn.LayerNorm(512), nn.SiLU(),
+        )  # fmt: skip
+        self.head = nn.Linear(512, 1)
+
+    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tower(torch.cat([self.users(ids), dense], dim=1))).squeeze(1)
+
+
+def batches(count: int, size: int = 512) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Stands for your data: clicks that depend on the first dense feature."""
+    dense = torch.randn(count, size, 13)
+    return list(zip(torch.randint(0, 1000, (count, size, 5)), dense, (dense[..., 0] > 0.5).float(), strict=True))
+
+
+def main(run: str) -> None:
+    torch.manual_seed(0)
+    model = ClickModel()
+    print(loka.apply_mods(model))  # ← before the optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    probe = loka.Probe(model, every=10)  # ←
+
+    for ids, dense, clicked in batches(60):
+        with probe.step():  # ←
+            loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), clicked)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    record = probe.record()
+    record.save(run)
+    survey = loka.measure(record, out=run)  # ← minutes for a large model, and once: plans are made from it again and again
+    plan = loka.make_plan(survey, goal="serving")  # ← or goal="training"
+    plan.save(run)
+
+    model.eval()
+    ids, dense, clicked = batches(1)[0]
+    with torch.no_grad():
+        before = model(ids, dense)
+        loka.apply_plan(model, plan)  # ← in place; loka.restore(model) undoes it
+        after = model(ids, dense)
+    low = sum(site.is_low_precision for site in plan.sites)
+    print(f"{low} of {len(plan.sites)} sites in low precision; logits moved by at most {(after - before).abs().max():.4f}")
+    print(f"wrote {loka.write_report(run)}: open it in a browser")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "run")
