@@ -71,6 +71,9 @@ class Guard:
         self.every, self.rows = every, rows
         self.steps_seen = 0
         self.events: list[GuardEvent] = []
+        self._generator = torch.Generator(next(self._model.parameters()).device).manual_seed(
+            0
+        )  # the user's own stays untouched
         self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
 
     @contextmanager
@@ -81,7 +84,7 @@ class Guard:
         if not is_check:
             yield
             return
-        with torch.compiler.set_stance("force_eager"), _watching(self._sites, self.rows) as seen:
+        with torch.compiler.set_stance("force_eager"), _watching(self._sites, self.rows, self._generator) as seen:
             yield
         self._check(seen)
 
@@ -168,7 +171,7 @@ def _is_watched(applied: AppliedPlan, site: str) -> bool:
 
 
 @contextmanager
-def _watching(sites: "Mapping[str, _Watched]", rows: int) -> "Iterator[dict[str, _Seen]]":
+def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Generator) -> "Iterator[dict[str, _Seen]]":
     """The rows of the last call of every site in the block, with the gradients of its output where there are any."""
     seen: dict[str, _Seen] = {}
 
@@ -177,7 +180,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int) -> "Iterator[dict[str,
             x_MK = args[0].detach().reshape(-1, args[0].shape[-1])
             if not x_MK.shape[0]:
                 return
-            picked = _pick(x_MK, rows)
+            picked = _pick(x_MK, rows, generator)
             seen[site] = now = _Seen(x_MK[picked].float())
             if output.requires_grad:
                 output.register_hook(lambda dy: setattr(now, "dy_RN", dy.detach().reshape(-1, dy.shape[-1])[picked].float()))
@@ -192,8 +195,11 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int) -> "Iterator[dict[str,
             handle.remove()
 
 
-def _pick(x_MK: Tensor, rows: int) -> Tensor:
-    """Rows at even distances, and the one with the largest value, on which a tensor's scale hangs; chosen on the device."""
-    even = torch.linspace(0, x_MK.shape[0] - 1, min(rows, x_MK.shape[0]), device=x_MK.device).long()
+def _pick(x_MK: Tensor, rows: int, generator: torch.Generator) -> Tensor:
+    """Rows by lot, for even distances may fall in step with the axes that M was made of; and the one with the largest value, on
+    which a tensor's scale hangs. Chosen on the device."""
+    if x_MK.shape[0] <= rows:
+        return torch.arange(x_MK.shape[0], device=x_MK.device)
     largest = x_MK.abs().amax(1).argmax()
-    return torch.cat([even, largest[None]])
+    lot = torch.randint(x_MK.shape[0], (rows,), device=x_MK.device, generator=generator)
+    return torch.cat([lot, largest[None]])

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from loka.core.errors import InvalidInput
@@ -123,4 +122,4 @@ def _keep_casts_out_of_ddp(model: nn.Module, applied: AppliedPlan) -> None:
         for buffer, _ in module.named_buffers(recurse=False)
     ]
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted({*before, *names}))
