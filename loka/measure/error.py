@@ -79,8 +79,9 @@ def measure_errors(
 ) -> dict[Option, OptionError]:
     """The errors of ``options``, each tried in safety: one that raises or returns nonsense says so in its ``why_not``."""
     errors = {option: OptionError() for option in options}
+    transforms = {option.transform for option in errors}
     start = time.perf_counter()
-    for index, tensors in enumerate(draw_tensors(site, len(errors), dtype, device)):
+    for index, tensors in enumerate(draw_tensors(site, len(errors), dtype, device, transforms)):
         unknown = [option for option, error in errors.items() if not error.is_known]
         spent = time.perf_counter() - start
         if not unknown or index == MOST_SAMPLES or (index >= FEWEST_SAMPLES and spent > SITE_BUDGET_S[device.type]):
@@ -92,11 +93,13 @@ def measure_errors(
     return errors
 
 
-def draw_tensors(site: SiteRecord, n_options: int, dtype: Format, device: torch.device) -> Iterator[SiteTensors]:
+def draw_tensors(
+    site: SiteRecord, n_options: int, dtype: Format, device: torch.device, transforms: Iterable[Transform] = ()
+) -> Iterator[SiteTensors]:
     """Endless samples of the site's tensors in the model's dtype, the same in every run."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(site.name.encode()))
     rows = sample_rows(site, n_options, device)
-    features = {transform: vector_of(site, transform).to(device) for transform in Transform if transform is not Transform.NONE}
+    features = {transform: vector_of(site, transform).to(device) for transform in {*transforms} - {Transform.NONE}}
     weight = site.weight_NK.detach().to(device)
     while True:
         x, dy = site.sample(rows, generator)

@@ -234,3 +234,13 @@ def test_the_package_is_the_call() -> None:
     """Importing a file of loka.measure binds the package to that name: both must work."""
     survey = loka.measure(record_of(site_record("a", normal_weight(32, 32))), kernels=["torch.fp32"])
     assert survey.sites[0].site == "a"
+
+
+def test_a_site_whose_values_are_not_finite_is_told_and_stops_nothing() -> None:
+    def draw(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((rows, 128), torch.nan), torch.randn(rows, 96, generator=generator)
+
+    broken = site_record("a", normal_weight(), draw, mean=torch.full((128,), torch.nan))
+    a, b = measure(record_of(broken, site_record("b", normal_weight())), kernels=TRUSTED).sites
+    assert candidate(a, "reference.rowwise", Role.FPROP).why_not == "returned NaN or inf"
+    assert candidate(b, "reference.rowwise", Role.FPROP).why_not is None
