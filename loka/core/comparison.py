@@ -21,8 +21,8 @@ class QualityPair(Struct, frozen=True):
     """Log-loss on the same held-out examples. ``change`` is relative: (planned − high) ÷ high.
 
     For serving, one set of weights run both ways. For training, weights that were trained both ways, run in high precision;
-    training amplifies the smallest difference, so ``apart`` is the change between two high-precision runs of which one began
-    a rounding off: what is within it cannot be told from nothing.
+    training makes much of little, so ``by_chance`` is the change between two high-precision runs, one begun from weights
+    rounded to bf16: what is within it cannot be told from chance.
     """
 
     goal: Goal
@@ -30,7 +30,7 @@ class QualityPair(Struct, frozen=True):
     planned_log_loss: float
     change: Estimate  # over the pairs of held-out batches, at 95 %
     examples: int
-    apart: Estimate | None = None
+    by_chance: Estimate | None = None
 
 
 class TimePair(Struct, frozen=True):

@@ -66,8 +66,8 @@ def _comparison_sentence(comparison: Comparison) -> str:
         if pair.goal is Goal.SERVING:
             parts.append(f"served both ways with the same weights on {pair.examples:,} held-out examples")
         else:
-            apart = f" (two {comparison.dtype} runs: {change_percent(pair.apart)})" if pair.apart else ""
-            change = f"{change_percent(pair.change)} log-loss{apart}"
+            chance = f" (by chance: {change_percent(pair.by_chance)})" if pair.by_chance else ""
+            change = f"{change_percent(pair.change)} log-loss{chance}"
             parts.append(f"trained both ways for {comparison.training_steps:,} steps on the same batches: {change}")
     return "; ".join(parts) + "."
 
@@ -107,7 +107,7 @@ def _quality_tile(pair: QualityPair) -> Tile:
     """Bad where the loss has risen by more than is nothing; good where it is known not to have, within what teams count."""
     value, _, spread = change_percent(pair.change).partition(f" ±{NBSP}")
     note = f"± {spread}; {pair.high_log_loss:.5f} → {pair.planned_log_loss:.5f}"
-    nothing = max(NEUTRAL, *(abs(edge) for edge in (pair.apart.low, pair.apart.high))) if pair.apart else NEUTRAL
+    nothing = max(NEUTRAL, *(abs(edge) for edge in (pair.by_chance.low, pair.by_chance.high))) if pair.by_chance else NEUTRAL
     is_worse = pair.change.low > 0 and pair.change.mean > nothing
     is_known_good = pair.change.high <= nothing
     return Tile(f"log-loss, {pair.goal}", value, note, False if is_worse else is_known_good or None)

@@ -132,9 +132,7 @@ class Curves(Struct, frozen=True):
     curves: tuple[Curve, ...]
     best: Curve | None = None  # what the generator of the data itself would reach
     difference: CurveDifference | None = None  # of the planned twin from the high-precision one
-    rounding: CurveDifference | None = (
-        None  # of a high-precision twin that began a rounding off: what training makes of nothing
-    )
+    chance: CurveDifference | None = None  # of a high-precision twin begun from rounded weights: what training makes of little
 
 
 class TimeBar(Struct, frozen=True):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
-# Folders below the run's twins/, each with a metrics.jsonl: in high precision, the same a rounding off, and by the plan.
+# Folders below twins/, each with a metrics.jsonl: in high precision, the same begun from rounded weights, by the plan.
 HIGH_TWIN, AGAIN_TWIN, PLANNED_TWIN = "high", "again", "planned"
 
 

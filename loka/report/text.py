@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loka.report.page_data import MissingPart, Page, PlanRow, Rejection, Tile
-from loka.report.words import number, percent, times_faster
+from loka.report.words import percent, times_faster, with_interval
 
 MOST_ROWS = 40
 
@@ -56,9 +56,9 @@ def _tiles(tiles: tuple[Tile, ...]) -> Table:
 def _plan(rows: tuple[PlanRow, ...], goal: str) -> Table:
     table = _table(f"\nThe plan for {goal}", "site", "role", "kernel", "error>", "speed-up>", "share of time>", "why")
     for row in sorted(rows, key=lambda row: -row.share)[:MOST_ROWS]:
-        error = "–" if row.error is None else number(row.error)
+        error = "–"
         if row.error is not None and row.error_low is not None and row.error_high is not None:
-            error += f" ± {number((row.error_high - row.error_low) / 2)}"
+            error = with_interval(row.error, row.error_low, row.error_high)
         style = "" if row.is_low_precision else "dim"
         kernel = row.kernel + (f" + {row.transform}" if row.transform else "")
         table.add_row(row.site, row.role, kernel, error, times_faster(row.speedup), percent(row.share), row.reason, style=style)

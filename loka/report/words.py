@@ -1,5 +1,7 @@
 """Numbers as the page, the terminal and the headline write them."""
 
+import math
+
 from loka.core.estimate import Estimate
 
 MINUS = "−"
@@ -11,6 +13,15 @@ def number(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.3g}".replace("-", MINUS) if 1e-3 <= abs(value) < 1e4 else f"{value:.2e}".replace("-", MINUS)
+
+
+def with_interval(mean: float, low: float, high: float) -> str:
+    """0.0104 ± 0.0009: as many decimals as the interval's first digit needs."""
+    half = (high - low) / 2
+    if not 0 < half < 1:
+        return f"{number(mean)} ± {number(half)}" if half else number(mean)
+    decimals = min(6, -math.floor(math.log10(half)))
+    return f"{mean:.{decimals}f} ± {half:.{decimals}f}".replace("-", MINUS)
 
 
 def times_faster(speedup: float) -> str:

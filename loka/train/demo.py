@@ -180,7 +180,7 @@ class _Demo:
 
     def train_twins(self) -> None:
         """twins/<name>, trained on from the same checkpoint on the same batches: in high precision, again, and by the plan."""
-        words = {HIGH: "in high precision", AGAIN: "again, begun a rounding off", PLANNED: "by the plan"}
+        words = {HIGH: "in high precision", AGAIN: "again, begun from weights rounded to bf16", PLANNED: "by the plan"}
         if not self._trains_low:
             words = {HIGH: "in high precision; no kernel makes a training step faster here, so there is nothing to compare"}
         for name, how in words.items():
@@ -217,8 +217,8 @@ class _Demo:
         high, again, planned = (self._twin(name).model for name in (HIGH, AGAIN, PLANNED))
         batches = list(self.data.test(self.config.batch_size))
         pair = compare_quality(Goal.TRAINING, high, planned, batches, self.config.precision)
-        apart = compare_quality(Goal.TRAINING, high, again, batches, self.config.precision).change
-        return msgspec.structs.replace(pair, apart=apart)
+        by_chance = compare_quality(Goal.TRAINING, high, again, batches, self.config.precision).change
+        return msgspec.structs.replace(pair, by_chance=by_chance)
 
     def _training_times(self) -> TimePair:
         high, planned = self._twin(HIGH), self._twin(PLANNED)
@@ -270,7 +270,7 @@ class _Demo:
         trainer, _ = self._trainer()
         self._load_start(trainer)
         if name == AGAIN:
-            _nudge(trainer.model.dense_part)
+            _round_weights(trainer.model.dense_part)
         RunFolder(self.folder / "twins" / name).begin(trainer)
         return trainer
 
@@ -300,10 +300,10 @@ class _Demo:
 
 
 @torch.no_grad()
-def _nudge(module: nn.Module) -> None:
-    """Move every parameter to the next number above it: the smallest difference there is."""
+def _round_weights(module: nn.Module) -> None:
+    """To bf16's grid, as a checkpoint in bf16 would: a change that nobody would call harmful."""
     for parameter in module.parameters():
-        parameter.copy_(torch.nextafter(parameter, torch.full_like(parameter, torch.inf)))
+        parameter.copy_(parameter.bfloat16())
 
 
 def _kernels(device: torch.device) -> list[str] | None:

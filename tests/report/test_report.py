@@ -19,7 +19,7 @@ from loka.report.headline import headline
 from loka.report.page import gather_page, render_page
 from loka.report.plan_view import draw_map, list_plan, list_rejected, shares
 from loka.report.run import MetricsLine, Run, WindowMetrics, read_run
-from loka.report.words import NBSP, change_percent, duration, number
+from loka.report.words import NBSP, change_percent, duration, number, with_interval
 from loka.report.write import write_report
 
 
@@ -46,11 +46,11 @@ class TestHeadline:
         )
         assert headline(Run(Path("run"), comparison=slower)).startswith(words)
 
-    def test_a_loss_within_what_rounding_makes_is_not_called_worse(self, comparison) -> None:
+    def test_a_loss_within_what_chance_makes_is_not_called_worse(self, comparison) -> None:
         tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=comparison)).tiles}
         assert tiles["log-loss, training"].is_good is None  # +1 % ± 0.5, and two high-precision runs are up to 1.3 % apart
         assert tiles["log-loss, serving"].is_good is None  # 0.003 % ± 0.02: not known to be within 0.02 %
-        training = msgspec.structs.replace(comparison.quality[0], apart=None)
+        training = msgspec.structs.replace(comparison.quality[0], by_chance=None)
         alone = msgspec.structs.replace(comparison, quality=(training,))
         tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=alone)).tiles}
         assert tiles["log-loss, training"].is_good is False
@@ -117,7 +117,7 @@ class TestCurves:
         curves = draw_curves({"high": high, "planned": planned}, "bf16")
         assert curves is not None
         assert [curve.name for curve in curves.curves] == ["bf16", "LoKA"]
-        assert curves.rounding is None
+        assert curves.chance is None
         assert curves.difference is not None
         assert curves.difference.steps == (1, 2, 3)
         assert curves.difference.change == pytest.approx((1.0, 0.0, -1.0))
@@ -211,4 +211,10 @@ def test_numbers_read_well() -> None:
         "1.23e+05",
     ]
     assert [plain(duration(us)) for us in (7, 123.4, 999.7, 676130, 2.5e6)] == ["7 µs", "123 µs", "1 ms", "676 ms", "2.5 s"]
+    assert [with_interval(m, m - h, m + h) for m, h in ((0.0104, 0.000937), (0.5, 0.02), (2.0, 0.0), (30.0, 4.0))] == [
+        "0.0104 ± 0.0009",
+        "0.50 ± 0.02",
+        "2",
+        "30 ± 4",
+    ]
     assert plain(change_percent(Estimate(-2e-4, -4e-4, 0.0, 8))) == "−0.020 % ± 0.020 %"

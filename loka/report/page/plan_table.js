@@ -62,9 +62,8 @@ function showPlan(rows, onSelect) {
 }
 
 function planRow(row, fastest, onSelect) {
-  const interval = row.error_low === undefined || row.error_low === null ? null : (row.error_high - row.error_low) / 2;
   const error = row.error === undefined || row.error === null ? ["–"] : [
-    significant(row.error), interval === null ? "" : ` ± ${significant(interval, 2)}`,
+    withInterval(row.error, row.error_low, row.error_high),
     meter(row.error / row.limit, "low", `${percent(row.error / row.limit)} of the limit ${row.limit}`),
   ];
   const cell = (column, extra, ...children) => make("td", { "data-label": column.label, class: [column.key === "reason" ? "why" : column.key, column.number ? "number" : ""].join(" ").trim(), ...extra }, ...children);

@@ -38,6 +38,13 @@ function linearTicks(from, to, most) {
 const minus = (text) => text.replace(/-/g, "−");
 const significant = (value, digits = 3) =>
   value === 0 ? "0" : minus(Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5 ? String(Number(value.toPrecision(digits))) : value.toExponential(1));
+// 0.0104 ± 0.0009: as many decimals as the interval's first digit needs.
+function withInterval(mean, low, high) {
+  const half = (high - low) / 2;
+  if (!(half > 0 && half < 1)) return significant(mean);
+  const decimals = Math.min(6, -Math.floor(Math.log10(half)));
+  return minus(`${mean.toFixed(decimals)} ± ${half.toFixed(decimals)}`);
+}
 const times = (value) => `${value.toFixed(2)}×`;
 const percent = (share) => {
   const value = 100 * share;
