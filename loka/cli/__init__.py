@@ -10,6 +10,7 @@ from loka.cli.demo import demo
 from loka.cli.kernels import kernels
 from loka.cli.measure import measure
 from loka.cli.plan import plan
+from loka.cli.probe import probe
 from loka.cli.report import report
 from loka.cli.train import train
 from loka.core.errors import LokaError
@@ -25,7 +26,7 @@ app = App(
     version=__version__,
 )
 app["--help"].group = app["--version"].group = OPTIONS
-for order, command in enumerate((demo, measure, plan, train, report)):
+for order, command in enumerate((demo, probe, measure, plan, train, report)):
     app.command(command, group=FLOW, sort_key=order)
 app.command(kernels, group=BESIDE)
 bench.app.group = BESIDE

@@ -1,0 +1,77 @@
+"""``loka probe``: train a workload under the Probe, and write its Record."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+from rich.table import Table
+
+from loka.cli.tables import console, plain_table
+
+if TYPE_CHECKING:
+    from loka.core.record import Record, SiteRecord
+
+
+def probe(
+    workload: str,
+    *,
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="Folder of the run.")] = Path("run"),
+    steps: Annotated[int, Parameter(help="Steps to train; batches begin anew when they end.")] = 200,
+    every: Annotated[int, Parameter(help="Learn from one step in this many.")] = 10,
+    mods: Annotated[list[str] | None, Parameter(help="Mods to make before training.", consume_multiple=True)] = None,
+    data_path: Annotated[Path | None, Parameter(help="Where the data of a workload of ours lies.")] = None,
+    batch_size: Annotated[int | None, Parameter(help="Of a workload of ours: examples in a batch, 2048 if not given.")] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16"] | None, Parameter(help="Of a workload of ours; bf16 on a GPU and fp32 on a CPU if not given.")
+    ] = None,
+    device: Annotated[str | None, Parameter(help="Of a workload of ours: cpu, cuda, or auto.")] = None,
+    seed: Annotated[int | None, Parameter(help="Of a workload of ours: decides its weights and batches.")] = None,
+) -> None:
+    """Train WORKLOAD with Adam under the Probe; writes OUT/record.safetensors.
+
+    WORKLOAD is a model of ours on data of ours, MODEL-SIZE@DATA, or package.module:function, a function of yours that returns
+    loka.Workload(model, batches, loss). Interrupted, it writes what it learned so far.
+
+    Example: loka probe wukong-small@synthetic -o run
+    """
+    from loka.core.progress import for_this_output
+    from loka.train.probing import probe_workload
+    from loka.train.workloads import BuiltInOptions, open_workload
+
+    opened = open_workload(workload, BuiltInOptions(data_path, batch_size, precision, device, seed))
+    try:
+        record = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())
+    except KeyboardInterrupt:
+        print("\nstopped before anything was learned", file=sys.stderr)
+        sys.exit(130)
+    path = record.save(out)
+    _print(record)
+    console().print(f"{path}   Next: loka measure {out}", soft_wrap=True)
+    if record.steps_seen < steps:
+        sys.exit(130)
+
+
+def _print(record: "Record") -> None:
+    out = console()
+    out.print(_table(record))
+    for finding in record.findings:
+        remedy = f" [bold]{finding.remedy}[/] mends it." if finding.remedy else ""
+        out.print(f"[bold]found at {finding.site}:[/] {finding.message}.{remedy}", highlight=False)
+    for function, count in Counter(record.uncovered).items():
+        out.print(f"not covered: {function}{f' ({count} times)' if count > 1 else ''}", highlight=False)
+
+
+def _table(record: "Record") -> Table:
+    title = f"{len(record.sites)} sites in {record.dtype}, after {record.steps_seen} steps on {record.environment.device}"
+    table = plain_table(title, ["site", "rows×in×out", "block", "rms x", "notes"])
+    for site in record.sites.values():
+        rows = max(site.calls, key=lambda m: site.calls[m]) if site.calls else 0
+        block = " → ".join(kind for kind in (site.norm_kind, site.activation_kind) if kind)
+        table.add_row(site.name, f"{rows}×{site.k}×{site.n}", block or "–", _rms(site), "; ".join(site.notes))
+    return table
+
+
+def _rms(site: "SiteRecord") -> str:
+    return f"{site.rms_K.square().mean().sqrt():.3g}" if site.was_called else "–"

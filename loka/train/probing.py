@@ -1,0 +1,118 @@
+"""Train a Workload for a while under the Probe."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.errors import InvalidInput
+from loka.core.progress import Progress, Silent
+from loka.core.record import Record
+from loka.core.workload import Workload
+from loka.mods.apply import apply_mods
+from loka.nn.graph import left_as_it_was
+from loka.probe.probe import Probe
+from loka.train.optim import RowWiseAdagrad, make_dense_optimizer
+
+LR, EMBEDDING_LR = 1e-3, 0.05  # those of `loka train`
+
+
+def probe_workload(
+    workload: Workload,
+    *,
+    steps: int = 200,
+    every: int = 10,
+    mods: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Record:
+    """Train ``workload`` for ``steps`` steps, after making ``mods`` on it, and return what the Probe learned.
+
+    Batches begin anew when they end. An interrupt ends the training early: what was learned until then is returned.
+    """
+    if steps < 1:
+        raise InvalidInput(f"steps must be at least 1, got {steps}")
+    progress = progress or Silent()
+    model = workload.model.train()
+    if mods:
+        changes = apply_mods(model, mods, example=_first_call(workload))
+        progress.say(str(changes).partition("\n")[0])
+    probe = Probe(model, every=every)
+    progress.say(f"memory of the Probe: {probe.memory}")
+    optimizers: list[torch.optim.Optimizer] = []
+    try:
+        with progress:
+            progress.start(math.ceil(steps / every))
+            for step, batch in enumerate(islice(_endless(workload), steps)):
+                with probe.step():
+                    loss = _loss(workload, batch)
+                    loss.backward()
+                optimizers = optimizers or _make_optimizers(model)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if step % every == 0:
+                    progress.advance(f"step {step + 1} of {steps}, loss {_finite(loss, step):.4g}")
+        return probe.record()
+    except KeyboardInterrupt:
+        if probe.steps_seen <= 1:  # of the first nothing is known yet
+            raise
+        progress.say(f"stopped at step {probe.steps_seen} of {steps}")
+        return probe.record()
+    finally:
+        probe.detach()
+
+
+def _endless(workload: Workload) -> Iterator[Any]:
+    while True:
+        count = 0
+        for count, batch in enumerate(workload.batches, start=1):  # noqa: B007
+            yield batch
+        if not count:
+            raise InvalidInput(
+                "the workload's batches are empty, or an iterator that ended: give a list, a DataLoader, or whatever can be "
+                "iterated anew"
+            )
+
+
+def _loss(workload: Workload, batch: Any) -> Tensor:
+    loss = workload.loss(workload.model, batch)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise InvalidInput(f"the workload's loss(model, batch) returned {shape}: it must be a scalar tensor, such as a mean")
+    if not loss.requires_grad:
+        raise InvalidInput("the workload's loss cannot be differentiated: no gradient reaches the model's parameters from it")
+    return loss
+
+
+def _finite(loss: Tensor, step: int) -> float:
+    value = loss.item()
+    if not math.isfinite(value):
+        raise InvalidInput(f"the loss of step {step + 1} is {value}: what a Probe would learn from here on is of no use")
+    return value
+
+
+def _make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Adam, and row-wise Adagrad for embedding tables whose gradients come sparse, which Adam does not take."""
+    sparse = [p for p in model.parameters() if p.grad is not None and p.grad.is_sparse]
+    dense = nn.ParameterList(p for p in model.parameters() if p.requires_grad and not any(p is table for table in sparse))
+    optimizers: list[torch.optim.Optimizer] = [RowWiseAdagrad(sparse, EMBEDDING_LR)] if sparse else []
+    return [*optimizers, make_dense_optimizer(dense, LR, weight_decay=0.0)] if len(dense) else optimizers
+
+
+def _first_call(workload: Workload) -> tuple[Any, ...] | None:
+    """The arguments of the model's first call, where all of them are positional."""
+    calls: list[tuple[Any, ...] | None] = []
+
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(None if kwargs else args)
+
+    handle = workload.model.register_forward_pre_hook(remember, with_kwargs=True)
+    try:
+        with torch.no_grad(), left_as_it_was(workload.model):
+            workload.loss(workload.model, next(_endless(workload)))
+    finally:
+        handle.remove()
+    return calls[0] if calls else None

@@ -1,0 +1,160 @@
+"""``loka probe`` as a user calls it: a workload by name or their own, from training to record; a message where it fails."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from loka.cli import app
+from loka.core.errors import InvalidInput, UnknownName
+from loka.core.record import Record
+from loka.train.workloads import built_in_names, open_workload
+
+OWN = """
+import torch
+import loka
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.SiLU(), torch.nn.Linear(16, 1))
+batches = [(x, x.sum(1, keepdim=True)) for x in torch.randn(5, 32, 8)]
+
+def loss(model, batch):
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+def workload():
+    return loka.Workload(model, batches, loss)
+
+def no_workload():
+    return model, batches, loss
+
+def of_rows():
+    return loka.Workload(model, batches, lambda model, batch: model(batch[0]))
+
+def of_constants():
+    return loka.Workload(model, batches, lambda model, batch: torch.zeros(()))
+
+def of_nan():
+    return loka.Workload(model, batches, lambda model, batch: model(batch[0]).mean() * torch.nan)
+
+def of_an_iterator():
+    return loka.Workload(model, iter(batches[:2]), loss)
+
+def of_no_module():
+    return loka.Workload(model.forward, batches, loss)
+
+def interrupted():
+    def stop(model, batch):
+        stop.calls += 1
+        if stop.calls > 3:
+            raise KeyboardInterrupt
+        return loss(model, batch)
+    stop.calls = 0
+    return loka.Workload(model, batches, stop)
+"""
+
+
+def run(words: str) -> None:
+    app(words, exit_on_error=False, result_action="return_value")
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module that lies in the current folder."""
+    (tmp_path / "own_workload.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "own_workload", raising=False)
+    return "own_workload"
+
+
+def test_a_workload_of_ours_becomes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"probe wukong-tiny@synthetic -o {tmp_path} --steps 4 --every 2 --batch-size 64 --device cpu")
+    record = Record.load(tmp_path)
+    assert record.steps_seen == 4
+    assert all(site.trains for site in record.sites.values())
+    assert record.sites["dense_part.head"].is_head
+    assert record.sites["dense_part.top.0"].norm_kind == "LayerNorm"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("memory of the Probe: ")
+    assert [line.split()[0] for line in lines[1:3]] == ["1/2", "2/2"]
+    printed = "\n".join(lines)
+    assert f"{len(record.sites)} sites in fp32, after 4 steps" in printed
+    assert lines[-1].endswith(f"Next: loka measure {tmp_path}")
+
+
+def test_a_users_workload_is_found_in_the_current_folder_and_learns(own: str, tmp_path: Path) -> None:
+    workload = open_workload(f"{own}:workload")
+    x = torch.randn(64, 8)
+    y = x.sum(1, keepdim=True)
+    before = workload.loss(workload.model, (x, y)).item()
+    run(f"probe {own}:workload --steps 60 --every 20")
+    assert workload.loss(workload.model, (x, y)).item() < 0.9 * before
+    record = Record.load(tmp_path / "run")
+    assert {name: (site.k, site.n, site.calls) for name, site in record.sites.items()} == {
+        "0": (8, 16, {32: 1.0}),
+        "3": (16, 1, {32: 1.0}),
+    }
+
+
+def test_mods_are_made_before_training(own: str) -> None:
+    run(f"probe {own}:workload --steps 2 --mods no_bias block_norm")
+    site = Record.load("run").sites["0"]
+    assert site.norm_kind == "BlockNorm"
+    assert not site.has_bias
+    assert Record.load("run").sites["3"].has_bias  # a head keeps its bias
+
+
+def test_an_interrupt_keeps_what_was_learned(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(f"probe {own}:interrupted --every 1")
+    assert stopped.value.code == 130
+    assert Record.load("run").sites["0"].statistics["moments"].tensors["count"] > 32
+    assert "stopped at step 4 of 200" in capsys.readouterr().out
+
+
+def test_the_names_of_ours() -> None:
+    assert {"wukong-small@synthetic", "dcnv2-tiny@criteo", "interformer-base@movielens"} <= set(built_in_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wukong-smal@synthetic", "Did you mean 'wukong-small@synthetic'"),
+        ("nothing-like-it", "Ours are MODEL-SIZE@DATA"),
+    ],
+)
+def test_a_typo_is_told(name: str, message: str) -> None:
+    with pytest.raises(UnknownName, match=message):
+        run(f"probe {name}")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("worklod", "did you mean own_workload:workload"),
+        ("no_workload", r"returned a tuple: it must return loka.Workload"),
+        ("of_no_module", "is a method, not a torch.nn.Module"),
+        ("of_rows", r"returned a tensor of shape \(32, 1\): it must be a scalar"),
+        ("of_constants", "cannot be differentiated"),
+        ("of_nan", "the loss of step 1 is nan"),
+        ("of_an_iterator", "an iterator that ended"),
+        ("workload --batch-size 9", "batch_size cannot be set for own_workload:workload"),
+        ("workload --steps 0", "steps must be at least 1"),
+        ("workload --every 0", "every must be at least 1"),
+        ("workload --mods no_bais", "no_bias"),
+    ],
+)
+def test_a_bad_workload_is_refused_with_a_reason(own: str, function: str, message: str) -> None:
+    with pytest.raises((InvalidInput, UnknownName), match=message):
+        run(f"probe {own}:{function}")
+    assert not Path("run").exists()
+
+
+def test_a_missing_module_and_one_that_imports_a_missing_one_are_told_apart(own: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"there is no module 'not_there.at_all'"):
+        run("probe not_there.at_all:workload")
+    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        run("probe needs_more:workload")
