@@ -28,7 +28,8 @@ def demo(
     from loka.report.run import read_run
     from loka.report.write import write_report
     from loka.train import progress as steps
-    from loka.train.demo import Stage, run_demo, settings_for
+    from loka.train.demo import Stage, run_demo
+    from loka.train.demo_settings import settings_for
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own beginnings and ends
     where = device_named(device)

@@ -17,12 +17,17 @@ from loka.core.survey import Struct
 SCHEMA = "loka.comparison/1"
 
 
+def other_precision(dtype: Format) -> Format:
+    """The high precision beside a model's own: bf16 for fp32, tf32 for what is narrower."""
+    return Format.BF16 if dtype in (Format.FP32, Format.TF32) else Format.TF32
+
+
 class QualityPair(Struct, frozen=True):
     """Log-loss on the same held-out examples. ``change`` is relative: (planned − high) ÷ high.
 
     For serving, one set of weights run both ways. For training, weights that were trained both ways, run in high precision;
-    training makes much of little, so ``by_chance`` is the change between two high-precision runs, one begun from weights
-    rounded to bf16: what is within it cannot be told from chance.
+    ``other`` is then the change that training in another high precision makes (``other_precision``): one that nobody would
+    call harmful, so that what is within it is not the plan's fault.
     """
 
     goal: Goal
@@ -30,7 +35,7 @@ class QualityPair(Struct, frozen=True):
     planned_log_loss: float
     change: Estimate  # over the pairs of held-out batches, at 95 %
     examples: int
-    by_chance: Estimate | None = None
+    other: Estimate | None = None
 
 
 class TimePair(Struct, frozen=True):

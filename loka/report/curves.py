@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from loka.numerics.confidence import estimate_mean
 from loka.report.page_data import Curve, CurveDifference, Curves
-from loka.report.run import AGAIN_TWIN, HIGH_TWIN, PLANNED_TWIN, MetricsLine
+from loka.report.run import HIGH_TWIN, OTHER_TWIN, PLANNED_TWIN, MetricsLine
 
 MOST_POINTS = 200  # more would only blur into each other
 
@@ -20,7 +20,7 @@ class Window:
     best: float | None  # log-loss of the data's own generator, where it is known
 
 
-def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str) -> Curves | None:
+def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str, other: str = "") -> Curves | None:
     """Curves of what was trained. Twins are compared window by window, since both saw the same examples in each."""
     names = {HIGH_TWIN: high_precision, PLANNED_TWIN: "LoKA", "training": "log-loss"}
     windows = {name: _merge(_windows(lines)) for name, lines in training.items()}
@@ -33,7 +33,7 @@ def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str) -> 
     )
     known = [(window.step, window.best) for window in next(iter(windows.values())) if window.best is not None]
     best = Curve("best possible", tuple(step for step, _ in known), tuple(loss for _, loss in known)) if known else None
-    return Curves(curves, best, _difference(windows, PLANNED_TWIN), _difference(windows, AGAIN_TWIN))
+    return Curves(curves, best, _difference(windows, PLANNED_TWIN), _difference(windows, OTHER_TWIN), other)
 
 
 def _windows(lines: Sequence[MetricsLine]) -> list[Window]:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from loka.core.comparison import Comparison, QualityPair, TimePair
+from loka.core.comparison import Comparison, QualityPair, TimePair, other_precision
 from loka.core.plan import Goal, PlanDocument, SitePlan
 from loka.report.page_data import Tile
 from loka.report.plan_view import shares
@@ -66,8 +66,8 @@ def _comparison_sentence(comparison: Comparison) -> str:
         if pair.goal is Goal.SERVING:
             parts.append(f"served both ways with the same weights on {pair.examples:,} held-out examples")
         else:
-            chance = f" (by chance: {change_percent(pair.by_chance)})" if pair.by_chance else ""
-            change = f"{change_percent(pair.change)} log-loss{chance}"
+            other = f" ({other_precision(comparison.dtype)}: {change_percent(pair.other)})" if pair.other else ""
+            change = f"{change_percent(pair.change)} log-loss{other}"
             parts.append(f"trained both ways for {comparison.training_steps:,} steps on the same batches: {change}")
     return "; ".join(parts) + "."
 
@@ -94,7 +94,7 @@ def tiles(run: Run) -> tuple[Tile, ...]:
         share = sum(shares(run.plan)[site.site] for site in low)
         note = f"{percent(share)} of the sites' time{_kernels_chosen(low)}"
         found.append(Tile("sites in low precision", f"{len(low)} of {len(run.plan.sites)}", note))
-        if low:
+        if low and not run.comparison:  # what was measured of the whole says more
             found.append(
                 Tile(
                     "sites alone", times_faster(planned_speedup(run.plan)), "all GEMMs and casts, as measured one by one", True
@@ -107,7 +107,7 @@ def _quality_tile(pair: QualityPair) -> Tile:
     """Bad where the loss has risen by more than is nothing; good where it is known not to have, within what teams count."""
     value, _, spread = change_percent(pair.change).partition(f" ±{NBSP}")
     note = f"± {spread}; {pair.high_log_loss:.5f} → {pair.planned_log_loss:.5f}"
-    nothing = max(NEUTRAL, *(abs(edge) for edge in (pair.by_chance.low, pair.by_chance.high))) if pair.by_chance else NEUTRAL
+    nothing = max(NEUTRAL, abs(pair.other.low), abs(pair.other.high)) if pair.other else NEUTRAL
     is_worse = pair.change.low > 0 and pair.change.mean > nothing
     is_known_good = pair.change.high <= nothing
     return Tile(f"log-loss, {pair.goal}", value, note, False if is_worse else is_known_good or None)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.comparison import Comparison
+from loka.core.comparison import Comparison, other_precision
 from loka.core.environment import Environment
 from loka.core.plan import Goal
-from loka.core.recipe import Transform
+from loka.core.recipe import Format, Transform
 from loka.report.curves import draw_curves
 from loka.report.distributions import draw_distributions, format_ranges
 from loka.report.headline import headline, summarize, tiles
@@ -39,7 +39,7 @@ def gather_page(run: Run) -> Page:
         distributions=draw_distributions(run.record, run.plan) if run.record else (),
         formats=format_ranges() if run.record else (),
         findings=_findings(run),
-        curves=draw_curves(run.training, high),
+        curves=draw_curves(run.training, high, str(other_precision(dtype)) if dtype else ""),
         times=_time_bars(run.comparison) if run.comparison else (),
         uncovered=_uncovered(run),
         environment=_environment(run),
@@ -61,7 +61,7 @@ def render_page(page: Page) -> str:
     return html
 
 
-def _dtype(run: Run) -> object:
+def _dtype(run: Run) -> Format | None:
     return next((part.dtype for part in (run.plan, run.survey, run.comparison, run.record) if part), None)
 
 

@@ -132,7 +132,8 @@ class Curves(Struct, frozen=True):
     curves: tuple[Curve, ...]
     best: Curve | None = None  # what the generator of the data itself would reach
     difference: CurveDifference | None = None  # of the planned twin from the high-precision one
-    chance: CurveDifference | None = None  # of a high-precision twin begun from rounded weights: what training makes of little
+    other: CurveDifference | None = None  # of a twin in another high precision
+    other_name: str = ""
 
 
 class TimeBar(Struct, frozen=True):

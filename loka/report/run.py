@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part")
 
-# Folders below twins/, each with a metrics.jsonl: in high precision, the same begun from rounded weights, by the plan.
-HIGH_TWIN, AGAIN_TWIN, PLANNED_TWIN = "high", "again", "planned"
+# Folders below twins/, each with a metrics.jsonl: in high precision, in another one, by the plan.
+HIGH_TWIN, OTHER_TWIN, PLANNED_TWIN = "high", "other", "planned"
 
 
 class WindowMetrics(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ def _load_record(path: Path) -> "Record":
 
 def _read_training(path: Path) -> dict[str, list[MetricsLine]]:
     """The twins' curves where there are twins, otherwise the run's own."""
-    twins = {name: _read_metrics(path / "twins" / name / "metrics.jsonl") for name in (HIGH_TWIN, AGAIN_TWIN, PLANNED_TWIN)}
+    twins = {name: _read_metrics(path / "twins" / name / "metrics.jsonl") for name in (HIGH_TWIN, OTHER_TWIN, PLANNED_TWIN)}
     if twins[HIGH_TWIN] and twins[PLANNED_TWIN]:
         return {name: lines for name, lines in twins.items() if lines}
     own = twins[HIGH_TWIN] or _read_metrics(path / "metrics.jsonl")

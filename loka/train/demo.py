@@ -4,7 +4,7 @@ Every stage leaves its file in the run's folder and is skipped where that is the
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.core.comparison import Comparison, QualityPair, TimePair
+from loka.core.comparison import Comparison, QualityPair, TimePair, other_precision
 from loka.core.environment import current_environment
 from loka.core.plan import Goal, Plan
 from loka.core.progress import Progress as PieceProgress
+from loka.core.recipe import Format
 from loka.core.record import FILE as RECORD_FILE
 from loka.core.record import Record
 from loka.core.survey import Survey
@@ -32,10 +33,12 @@ from loka.measure.survey import measure
 from loka.models.recommender import Recommender
 from loka.models.registry import build_model
 from loka.mods.apply import apply_mods
+from loka.planner.limits import MIN_SPEEDUP
 from loka.planner.plan import make_plan
 from loka.probe.probe import Probe
 from loka.train.checkpoint import list_checkpoints, load_checkpoint
-from loka.train.config import Option, Precision, TrainConfig
+from loka.train.config import Precision
+from loka.train.demo_settings import DemoSettings
 from loka.train.loop import run_steps
 from loka.train.precision import autocast, matmul_precision, resolve_device
 from loka.train.progress import Progress, Silent
@@ -43,57 +46,8 @@ from loka.train.run_folder import RunFolder
 from loka.train.trainer import Trainer
 from loka.train.twins import Twin, compare_quality, compare_times
 
-HIGH, AGAIN, PLANNED = "high", "again", "planned"  # the twins' folders
-
-
-@dataclass(frozen=True)
-class DemoSettings:
-    """How large a demo is. ``goal`` is that of the plan in the run's own folder; training has one of its own beside it."""
-
-    preset: str
-    goal: Goal
-    batch_size: int
-    probe_steps: int
-    twin_steps: int
-    test_batches: int
-    precision: Precision = Precision.FP32
-    compile: bool = False
-    model_options: dict[str, Option] = field(default_factory=dict)
-    device: str = "auto"
-    seed: int = 0
-
-    def config(self, out: Path) -> TrainConfig:
-        return TrainConfig(
-            model="wukong",
-            preset=self.preset,
-            model_options=self.model_options,
-            data_options={"test_examples": self.test_batches * self.batch_size},
-            steps=self.probe_steps + self.twin_steps,
-            batch_size=self.batch_size,
-            precision=self.precision,
-            compile=self.compile,
-            warmup_steps=self.probe_steps // 2,
-            decay_steps=self.twin_steps,  # so that twins end near each other, if nothing but chance divides them
-            seed=self.seed,
-            device=self.device,
-            log_every=max(1, self.twin_steps // 40),
-            checkpoint_every=50,
-            out=str(out),
-        )
-
-    @property
-    def title(self) -> str:
-        wider = " (wider)" if self.model_options else ""
-        return f"Wukong {self.preset}{wider} on the synthetic stream"
-
-
-def settings_for(device: torch.device) -> DemoSettings:
-    """What shows LoKA in a few minutes: on a CPU INT8 in serving, on a GPU FP8 in training."""
-    if device.type == "cuda":
-        return DemoSettings("base", Goal.TRAINING, 4096, 300, 300, 24, Precision.BF16, compile=True)
-    # The preset's own layers are too narrow to be worth a cast; in these GEMMs are most of the time, as in real models.
-    wider: dict[str, Option] = {"fmb_widths": (1024, 512), "top_widths": (1024, 512)}
-    return DemoSettings("small", Goal.SERVING, 1024, 120, 80, 48, model_options=wider)
+CHECK_BATCHES = 4
+HIGH, OTHER, PLANNED = "high", "other", "planned"  # the twins' folders
 
 
 @dataclass(frozen=True)
@@ -163,26 +117,28 @@ class _Demo:
         )
 
     def plan(self, survey: Survey) -> None:
-        """plan.json for the goal, checked on held-out batches; training/plan.json for what the twin trains with."""
+        """plan.json for the goal; training/plan.json for what the twin trains with."""
         self.stage.say(f"3/5  planned: the fastest kernels that are accurate enough, for {self.settings.goal}")
-        training = self.folder / "training"
-        if not (training / "plan.json").exists():
-            make_plan(survey, goal=Goal.TRAINING).save(training)
+        if not (self.folder / "training" / "plan.json").exists():
+            self._checked(make_plan(survey, goal=Goal.TRAINING)).save(self.folder / "training")
         if not (self.folder / "plan.json").exists():
-            trainer, _ = self._trainer()
-            self._load_start(trainer)
-            batches = list(islice(self.data.test(self.config.batch_size), 8))
-            checked = check_plan(
-                trainer.model.dense_part, make_plan(survey, goal=self.settings.goal), batches, loss=self._loss(trainer.model)
-            )
-            checked.plan.save(self.folder)
-            self.stage.say(f"     {checked}")
+            self._checked(make_plan(survey, goal=self.settings.goal)).save(self.folder)
+
+    def _checked(self, plan: Plan) -> Plan:
+        """What of ``plan`` holds in the whole model, on held-out batches."""
+        trainer, _ = self._trainer()
+        self._load_start(trainer)
+        batches = list(islice(self.data.test(self.config.batch_size), CHECK_BATCHES))
+        loss = self._loss(trainer.model)
+        checked = check_plan(trainer.model.dense_part, plan, batches, loss=loss, min_speedup=MIN_SPEEDUP)
+        self.stage.say(f"     {plan.document.goal}: {checked}")
+        return checked.plan
 
     def train_twins(self) -> None:
-        """twins/<name>, trained on from the same checkpoint on the same batches: in high precision, again, and by the plan."""
-        words = {HIGH: "in high precision", AGAIN: "again, begun from weights rounded to bf16", PLANNED: "by the plan"}
+        """twins/<name>, trained on from the same checkpoint on the same batches: in high precision, in another, by the plan."""
+        words = {HIGH: "in high precision", OTHER: f"in {self._other}, for comparison", PLANNED: "by the plan"}
         if not self._trains_low:
-            words = {HIGH: "in high precision; no kernel makes a training step faster here, so there is nothing to compare"}
+            words = {HIGH: "in high precision: no kernel makes a training step faster here"}
         for name, how in words.items():
             self.stage.say(f"4/5  trained on {how}")
             if self._is_done(name):
@@ -190,7 +146,8 @@ class _Demo:
             trainer = self._twin(name)
             if name == PLANNED:
                 apply_plan(trainer.model.dense_part, self._training_plan)
-            self._run_steps(trainer, self.config.steps or 0, RunFolder(self.folder / "twins" / name))
+            with matmul_precision(trainer.config.precision):
+                self._run_steps(trainer, self.config.steps or 0, RunFolder(self.folder / "twins" / name))
 
     def compare(self) -> Comparison:
         """comparison.json"""
@@ -214,11 +171,11 @@ class _Demo:
         return comparison
 
     def _training_quality(self) -> QualityPair:
-        high, again, planned = (self._twin(name).model for name in (HIGH, AGAIN, PLANNED))
+        high, other, planned = (self._twin(name).model for name in (HIGH, OTHER, PLANNED))
         batches = list(self.data.test(self.config.batch_size))
         pair = compare_quality(Goal.TRAINING, high, planned, batches, self.config.precision)
-        by_chance = compare_quality(Goal.TRAINING, high, again, batches, self.config.precision).change
-        return msgspec.structs.replace(pair, by_chance=by_chance)
+        change = compare_quality(Goal.TRAINING, high, other, batches, self.config.precision).change
+        return msgspec.structs.replace(pair, other=change)
 
     def _training_times(self) -> TimePair:
         high, planned = self._twin(HIGH), self._twin(PLANNED)
@@ -254,12 +211,21 @@ class _Demo:
             return Plan.load(self.folder)
         return make_plan(Survey.load(self.folder), goal=Goal.SERVING)
 
-    def _trainer(self) -> tuple[Trainer, str]:
+    @property
+    def _other(self) -> Format:
+        return other_precision(Format(self.settings.precision))
+
+    def _trainer(self, name: str = HIGH) -> tuple[Trainer, str]:
         """A model with the Mods, from the same weights every time, and what the Mods did in a line."""
         torch.manual_seed(self.settings.seed)
         model = build_model("wukong", self.settings.preset, self.data.schema, **self.settings.model_options)
         changes = apply_mods(model.dense_part)
-        return Trainer(model, self.config), str(changes).partition("\n")[0]
+        config = self.config
+        if name == OTHER and self._other is Format.BF16:
+            _round_inputs(model.dense_part)
+        elif name == OTHER:
+            config = replace(config, precision=Precision(self._other))
+        return Trainer(model, config), str(changes).partition("\n")[0]
 
     def _load_start(self, trainer: Trainer) -> None:
         checkpoint = load_checkpoint(list_checkpoints(RunFolder(self.folder).checkpoints)[-1])
@@ -267,10 +233,8 @@ class _Demo:
 
     def _twin(self, name: str) -> Trainer:
         """Where the twin stands: at its newest checkpoint, or at the start."""
-        trainer, _ = self._trainer()
+        trainer, _ = self._trainer(name)
         self._load_start(trainer)
-        if name == AGAIN:
-            _round_weights(trainer.model.dense_part)
         RunFolder(self.folder / "twins" / name).begin(trainer)
         return trainer
 
@@ -299,11 +263,11 @@ class _Demo:
             return model(batch)
 
 
-@torch.no_grad()
-def _round_weights(module: nn.Module) -> None:
-    """To bf16's grid, as a checkpoint in bf16 would: a change that nobody would call harmful."""
-    for parameter in module.parameters():
-        parameter.copy_(parameter.bfloat16())
+def _round_inputs(module: nn.Module) -> None:
+    """bf16 operands in an fp32 model, gradients too. Autocast is hundreds of times slower on a CPU without bf16 units."""
+    for site in module.modules():
+        if isinstance(site, nn.Linear):
+            site.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().to(inputs[0].dtype),))
 
 
 def _kernels(device: torch.device) -> list[str] | None:

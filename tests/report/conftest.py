@@ -142,7 +142,7 @@ def whole_run(tmp_path: Path, survey: Survey, comparison: Comparison, record: Re
     comparison.save(run)
     high = [0.2 * 0.97**step + 0.12 for step in range(40)]
     write_metrics(run / "twins" / "high", high)
-    write_metrics(run / "twins" / "again", [loss * (1 - 1e-4 * (index % 3)) for index, loss in enumerate(high)])
+    write_metrics(run / "twins" / "other", [loss * (1 - 1e-4 * (index % 3)) for index, loss in enumerate(high)])
     write_metrics(run / "twins" / "planned", [loss * (1 + 2e-4 * (-1) ** index) for index, loss in enumerate(high)])
     return run
 

@@ -46,11 +46,11 @@ class TestHeadline:
         )
         assert headline(Run(Path("run"), comparison=slower)).startswith(words)
 
-    def test_a_loss_within_what_chance_makes_is_not_called_worse(self, comparison) -> None:
+    def test_a_loss_within_what_another_precision_makes_is_not_called_worse(self, comparison) -> None:
         tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=comparison)).tiles}
-        assert tiles["log-loss, training"].is_good is None  # +1 % ± 0.5, and two high-precision runs are up to 1.3 % apart
+        assert tiles["log-loss, training"].is_good is None  # +1 % ± 0.5, and bf16 makes up to 1.3 %
         assert tiles["log-loss, serving"].is_good is None  # 0.003 % ± 0.02: not known to be within 0.02 %
-        training = msgspec.structs.replace(comparison.quality[0], by_chance=None)
+        training = msgspec.structs.replace(comparison.quality[0], other=None)
         alone = msgspec.structs.replace(comparison, quality=(training,))
         tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=alone)).tiles}
         assert tiles["log-loss, training"].is_good is False
@@ -117,7 +117,7 @@ class TestCurves:
         curves = draw_curves({"high": high, "planned": planned}, "bf16")
         assert curves is not None
         assert [curve.name for curve in curves.curves] == ["bf16", "LoKA"]
-        assert curves.chance is None
+        assert curves.other is None
         assert curves.difference is not None
         assert curves.difference.steps == (1, 2, 3)
         assert curves.difference.change == pytest.approx((1.0, 0.0, -1.0))

@@ -6,7 +6,7 @@ function showCurves(curves) {
   const section = find("#training");
   section.hidden = false;
   find(".about", section).textContent = curves.difference
-    ? "Log-loss of each window before its examples were learned from. Both twins see the same batches, so the lower panel shows their relative difference: a dot a window, the line its mean so far, the band the 95 % interval of that mean over windows. Training makes much of little: a high-precision run that begins with its weights rounded to bf16 drifts off too (dashed), and what stays within that cannot be told from chance."
+    ? "Log-loss of each window before its examples were learned from. Both twins see the same batches, so the lower panel shows their relative difference: a dot a window, the line its mean so far, the band the 95 % interval of that mean over windows. Dashed is the same for a twin in another high precision, which nobody would call harmful."
     : "Log-loss of each window before its examples were learned from.";
   drawToFit(find(".chart", section), (width) => renderCurves(curves, width));
 }
@@ -71,18 +71,18 @@ function legend(curves, box) {
   return group;
 }
 
-function difference(svg, { difference: change, chance, curves }, box, x) {
-  const sorted = [...change.change, ...(chance?.change ?? [])].map(Math.abs).sort((a, b) => a - b);
-  const ends = [change, chance].filter(Boolean).flatMap(({ low, high }) => [...low.slice(-1), ...high.slice(-1)]).map(Math.abs);
+function difference(svg, { difference: change, other, other_name: otherName, curves }, box, x) {
+  const sorted = [...change.change, ...(other?.change ?? [])].map(Math.abs).sort((a, b) => a - b);
+  const ends = [change, other].filter(Boolean).flatMap(({ low, high }) => [...low.slice(-1), ...high.slice(-1)]).map(Math.abs);
   const reach = Math.max(0.025, sorted[Math.floor(sorted.length * 0.97)] ?? 0, ...ends) * 1.15;
   const y = linearScale([-reach, reach], [box.bottom, box.top]);
   const clamp = (value) => Math.max(-reach, Math.min(reach, value));
   const signed = (value) => minus(`${value > 0 ? "+" : ""}${significant(value)} %`);
   panel(svg, box, y, linearTicks(-reach, reach, 4), signed, `LoKA against ${curves[0].name}`);
   svg.append(draw("line", { class: "axis", x1: box.left, x2: box.right, y1: y(0), y2: y(0) }));
-  if (chance) {
-    svg.append(...meanWithBand(chance, x, (value) => y(clamp(value)), "var(--grey)", "6 4"));
-    svg.append(draw("text", { x: box.right, y: box.top - 14, "text-anchor": "end" }, `dashed: ${curves[0].name}, begun rounded`));
+  if (other) {
+    svg.append(...meanWithBand(other, x, (value) => y(clamp(value)), "var(--grey)", "6 4"));
+    svg.append(draw("text", { x: box.right, y: box.top - 14, "text-anchor": "end" }, `dashed: ${otherName}`));
   }
   svg.append(...meanWithBand(change, x, (value) => y(clamp(value)), "var(--blue)", null));
   change.change.forEach((value, index) => svg.append(draw("circle", { cx: x(change.steps[index]), cy: y(clamp(value)), r: 2, fill: "var(--blue)", "fill-opacity": 0.55 })));

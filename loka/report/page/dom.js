@@ -15,6 +15,9 @@ const draw = (tag, attributes = {}, ...children) =>
   build(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 const find = (selector, within = document) => within.querySelector(selector);
 
+// A dotted name that may be broken behind its dots and underscores, and nowhere else.
+const breakable = (name) => name.split(/(?<=[._])/).flatMap((part, index) => (index ? [make("wbr"), part] : [part]));
+
 // Draws again whenever the width changes, so that text keeps its size and charts use the room they have.
 function drawToFit(container, render) {
   let width = 0;

@@ -69,9 +69,9 @@ function planRow(row, fastest, onSelect) {
   const cell = (column, extra, ...children) => make("td", { "data-label": column.label, class: [column.key === "reason" ? "why" : column.key, column.number ? "number" : ""].join(" ").trim(), ...extra }, ...children);
   const [site, role, kernel, errors, speed, share, why] = COLUMNS;
   return make("tr", { class: row.is_low_precision ? "low" : "high" },
-    cell(site, {}, make("button", { type: "button", class: "site-link", onclick: () => onSelect(row.site) }, row.site), make("span", { class: "sub" }, row.shape)),
+    cell(site, {}, make("button", { type: "button", class: "site-link", onclick: () => onSelect(row.site) }, breakable(row.site)), make("span", { class: "sub" }, row.shape)),
     cell(role, {}, row.role),
-    cell(kernel, {}, make("span", { class: "mono" }, row.kernel), row.transform ? make("span", { class: "chip" }, row.transform) : null, row.fused ? make("span", { class: "sub" }, `with ${row.fused}`) : null),
+    cell(kernel, {}, make("span", { class: "mono" }, breakable(row.kernel)), row.transform ? make("span", { class: "chip" }, row.transform) : null, row.fused ? make("span", { class: "sub" }, `with ${row.fused}`) : null),
     cell(errors, {}, error),
     cell(speed, {}, times(row.speedup), meter(row.speedup / fastest, row.speedup > 1 ? "low" : "", "")),
     cell(share, {}, percent(row.share)),

@@ -1,0 +1,59 @@
+"""How large a demo is: what shows LoKA in a few minutes on the machine at hand."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from loka.core.plan import Goal
+from loka.train.config import Option, Precision, TrainConfig
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """How large a demo is. ``goal`` is that of the plan in the run's own folder; training has one of its own beside it."""
+
+    preset: str
+    goal: Goal
+    batch_size: int
+    probe_steps: int
+    twin_steps: int
+    test_batches: int
+    precision: Precision = Precision.FP32
+    compile: bool = False
+    model_options: dict[str, Option] = field(default_factory=dict)
+    device: str = "auto"
+    seed: int = 0
+
+    def config(self, out: Path) -> TrainConfig:
+        return TrainConfig(
+            model="wukong",
+            preset=self.preset,
+            model_options=self.model_options,
+            data_options={"test_examples": self.test_batches * self.batch_size},
+            steps=self.probe_steps + self.twin_steps,
+            batch_size=self.batch_size,
+            precision=self.precision,
+            compile=self.compile,
+            warmup_steps=self.probe_steps // 2,
+            decay_steps=self.twin_steps,  # so that twins end near each other, if nothing but chance divides them
+            seed=self.seed,
+            device=self.device,
+            log_every=max(1, self.twin_steps // 40),
+            checkpoint_every=50,
+            out=str(out),
+        )
+
+    @property
+    def title(self) -> str:
+        wider = " (wider)" if self.model_options else ""
+        return f"Wukong {self.preset}{wider} on the synthetic stream"
+
+
+def settings_for(device: torch.device) -> DemoSettings:
+    """What shows LoKA in a few minutes: on a CPU INT8 in serving, on a GPU FP8 in training."""
+    if device.type == "cuda":
+        return DemoSettings("base", Goal.TRAINING, 4096, 300, 300, 24, Precision.BF16, compile=True)
+    # The preset's own layers are too narrow to be worth a cast; in these GEMMs are most of the time, as in real models.
+    wider: dict[str, Option] = {"fmb_widths": (1024, 512), "top_widths": (1024, 512)}
+    return DemoSettings("small", Goal.SERVING, 1024, 120, 80, 48, model_options=wider)
