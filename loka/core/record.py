@@ -58,6 +58,7 @@ class SiteFacts:
     activation_kind: str | None = None
     consumers: tuple[str, ...] = ()
     producer: str | None = None  # the site whose block feeds this one and nothing else
+    bias_norms: tuple[float, ...] = ()  # ‖b‖ at even intervals of the run, the oldest first
     notes: tuple[str, ...] = ()
 
 

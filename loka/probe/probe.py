@@ -22,6 +22,8 @@ from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
 from loka.probe.exact import exact_products
 from loka.probe.facts import blocks_of, notes_of, producers_of
+from loka.probe.findings.contract import find_all
+from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, observe
 from loka.probe.watch import Call, Watch, watch
 
@@ -65,6 +67,7 @@ class Probe:
         self._found: FoundBlocks | None = None
         self._statistics: dict[str, dict[str, Statistic]] = {name: {} for name in self._sites}
         self._calls: dict[str, dict[int, int]] = {name: {} for name in self._sites}
+        self._bias_norms = {name: History() for name, site in self._sites.items() if site.bias is not None}
         self._trains: set[str] = set()
         self._notes: dict[str, dict[str, None]] = {name: {} for name in self._sites}
         self._dtype: torch.dtype | None = None
@@ -99,6 +102,7 @@ class Probe:
             dtype=self._format(),
             step_us=self._clock.median_us(),
             sites=sites,
+            findings=find_all(sites),
             uncovered=tuple(map(str, found.uncovered)),
             steps_seen=self.steps_seen,
         )
@@ -117,6 +121,8 @@ class Probe:
             self._found = blocks_of(self._model, seen)
         self._samples += 1
         with torch.no_grad(), exact_products(self._device):
+            for name, history in self._bias_norms.items():
+                history.add(torch.linalg.vector_norm(self._sites[name].bias.float()))
             for name in self._sites:
                 calls = seen.trained_calls(name)
                 for call in calls:
@@ -166,6 +172,7 @@ class Probe:
             activation_kind=block.activation.kind if block.activation else None,
             consumers=tuple(map(str, block.consumers)),
             producer=producers.get(name),
+            bias_norms=self._bias_norms[name].numbers() if name in self._bias_norms else (),
             notes=(*notes_of(block), *self._notes[name]),
             weight_NK=_copy(module.weight),
             bias_N=None if module.bias is None else _copy(module.bias),
