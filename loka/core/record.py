@@ -17,7 +17,7 @@ from loka.core.documents import parse_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import atomic_path
-from loka.core.moments import variance_of
+from loka.core.moments import covariance_of, variance_of
 from loka.core.recipe import Format
 from loka.core.statistics import Rule, Statistic
 
@@ -121,12 +121,30 @@ class SiteRecord(SiteFacts):
             trains=self.trains or other.trains,
             calls={m: share * self.calls.get(m, 0.0) + (1 - share) * other.calls.get(m, 0.0) for m in sizes},
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
-            statistics=_merged(self.statistics, other.statistics),
+            statistics=self._merged_statistics(other),
         )
 
+    def _merged_statistics(self, other: "SiteRecord") -> dict[str, Statistic]:
+        """Where one of them alone has seen gradients, its own: x without its dy cannot be paired with any."""
+        a, b = self.statistics, other.statistics
+        if self.trains != other.trains and a and b:
+            return a if self.trains else b
+        for name in a.keys() & b.keys():
+            if _shapes(a[name]) != _shapes(b[name]):
+                raise InvalidInput(
+                    f"site {self.name}: {name} was kept in two forms, {_form(a[name])} and {_form(b[name])}: merge records of "
+                    f"Probes with the same memory_budget"
+                )
+        return {name: a[name].merge(b[name]) if name in a and name in b else a.get(name) or b[name] for name in {**a, **b}}
 
-def _merged(a: dict[str, Statistic], b: dict[str, Statistic]) -> dict[str, Statistic]:
-    return {name: a[name].merge(b[name]) if name in a and name in b else a.get(name) or b[name] for name in {**a, **b}}
+
+def _shapes(statistic: Statistic) -> dict[str, tuple[int, ...]]:
+    """Without a sketch's rows, of which there may be fewer."""
+    return {name: tuple(tensor.shape)[name == "sketch_LD" :] for name, tensor in statistic.tensors.items()}
+
+
+def _form(statistic: Statistic) -> str:
+    return str(covariance_of(statistic.tensors)) if statistic.rule is Rule.MOMENTS else str(_shapes(statistic))
 
 
 class RecordDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

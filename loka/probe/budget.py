@@ -23,7 +23,8 @@ class Memory:
     def __str__(self) -> str:
         counts = {form: sum(chosen is form for chosen in self.forms.values()) for form in Covariance}
         parts = ", ".join(f"{count} {form}" for form, count in counts.items() if count)
-        return f"{len(self.forms)} sites take {_mib(self.bytes)} of {_mib(self.budget)} (covariance: {parts})"
+        sites = "1 site takes" if len(self.forms) == 1 else f"{len(self.forms)} sites take"
+        return f"{sites} {_mib(self.bytes)} of {_mib(self.budget)} (covariance: {parts})"
 
 
 def plan_memory(sites: Mapping[str, nn.Linear], budget: int) -> Memory:

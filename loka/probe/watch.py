@@ -84,5 +84,6 @@ def choose_rows(m: int, rows: int, generator: torch.Generator) -> Tensor:
     device = generator.device
     if m <= rows:
         return torch.arange(m, device=device)
-    position_R = torch.arange(rows, device=device) + torch.rand(rows, generator=generator, device=device, dtype=torch.float64)
-    return (position_R * (m / rows)).long().clamp(max=m - 1)
+    edges = torch.arange(rows + 1, device=device) * m // rows
+    chance_R = torch.rand(rows, generator=generator, device=device, dtype=torch.float64)
+    return edges[:-1] + (chance_R * edges.diff()).long()

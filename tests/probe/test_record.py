@@ -1,0 +1,166 @@
+"""The Record's file, its errors, and Records that are merged."""
+
+import dataclasses
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import loka
+from loka.core.errors import InvalidFile, InvalidInput
+from loka.core.record import FILE, SCHEMA, Record
+
+
+def make_model(width: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def record_of(batches: list[torch.Tensor], model: nn.Module | None = None, trains: bool = True, **options: object) -> Record:
+    model = model or make_model()
+    probe = loka.Probe(model, every=1, half_life=None, **options)
+    for x_MK in batches:
+        with torch.set_grad_enabled(trains), probe.step():
+            loss = model(x_MK).square().mean()
+            if trains:
+                loss.backward()
+    return probe.record()
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return record_of([torch.randn(64, 12) + 3])
+
+
+def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
+    path = record.save(tmp_path / "run")
+    assert path == tmp_path / "run" / FILE
+    for loaded in (Record.load(tmp_path / "run"), Record.load(path)):
+        for field in dataclasses.fields(Record):
+            if field.name != "sites":
+                assert getattr(loaded, field.name) == getattr(record, field.name), field.name
+        assert list(loaded.sites) == list(record.sites)
+        for name, site in record.sites.items():
+            other = loaded.sites[name]
+            assert (other.k, other.n, other.calls, other.consumers) == (site.k, site.n, site.calls, site.consumers)
+            assert (other.bias_norms, other.notes, other.is_head) == (site.bias_norms, site.notes, site.is_head)
+            assert torch.equal(other.weight_NK, site.weight_NK)
+            assert torch.equal(other.bias_N, site.bias_N)
+            assert other.statistics.keys() == site.statistics.keys()
+            for key, statistic in site.statistics.items():
+                assert other.statistics[key].rule is statistic.rule
+                for tensor_name, tensor in statistic.tensors.items():
+                    assert torch.equal(other.statistics[key].tensors[tensor_name], tensor)
+
+
+def test_a_truncated_file_is_told(record: Record, tmp_path: Path) -> None:
+    path = record.save(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InvalidFile, match=r"record.safetensors cannot be read .*: make it again with `loka probe"):
+        Record.load(tmp_path)
+
+
+def test_a_foreign_file_is_told(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / FILE)
+    with pytest.raises(InvalidFile, match="holds tensors but no Record"):
+        Record.load(tmp_path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InvalidFile, match=r"there is no .*: make it with `loka probe WORKLOAD -o"):
+        Record.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "loka.record/99"}, "written by a newer LoKA"),
+        ({"schema": "loka.plan/1"}, "is no loka.record"),
+        ({"surprise": 1}, "does not hold what loka.record/"),
+        ({"steps_seen": "many"}, "does not hold what loka.record/"),
+    ],
+)
+def test_another_document_is_told(record: Record, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = record.save(tmp_path)
+    with safe_open(path, framework="pt") as file:
+        fields = msgspec.json.decode(file.metadata()["document"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert fields["schema"] == SCHEMA
+    save_file(tensors, path, metadata={"document": msgspec.json.encode(fields | change).decode()})
+    with pytest.raises(InvalidFile, match=message):
+        Record.load(path)
+
+
+def test_a_record_is_taken_now_and_written_later(tmp_path: Path) -> None:
+    """Training goes on while the file is written: what it holds is of the moment it was asked for."""
+    model = make_model()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(8, 12)).sum().backward()
+    writer_may_go = threading.Event()
+    probe._writer.submit(writer_may_go.wait)
+    before = model[0].weight.detach().clone()
+    saving = probe.save(tmp_path)
+    assert not saving.done()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with probe.step():
+        model(torch.randn(8, 12) + 100).sum().backward()
+    writer_may_go.set()
+    loaded = Record.load(saving.result(timeout=30))
+    assert torch.equal(loaded.sites["0"].weight_NK, before)
+    assert loaded.steps_seen == 1
+    probe.detach()
+
+
+def test_a_save_that_fails_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
+    model = make_model()
+    probe = loka.Probe(model)
+    with probe.step():
+        model(torch.randn(8, 12)).sum().backward()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        probe.save(tmp_path / "file" / "run").result(timeout=30)
+    probe.detach()
+
+
+def test_two_shards_merge_to_the_record_of_all_rows() -> None:
+    first = [torch.randn(200, 12) + 5]
+    second = [torch.randn(40, 12), torch.randn(40, 12) - 7]
+    model = make_model()
+    both = record_of([*first, *second], model)
+    merged = record_of(first, model).merge(record_of(second, model))
+    assert merged.steps_seen == 3
+    for name, site in both.sites.items():
+        found, expected = merged.sites[name].statistics["moments"].tensors, site.statistics["moments"].tensors
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(merged.sites[name].statistics["binades"].tensors["x_B"], site.statistics["binades"].tensors["x_B"])
+        assert merged.sites[name].calls == pytest.approx(site.calls)
+
+
+def test_records_of_two_models_do_not_merge() -> None:
+    with pytest.raises(InvalidInput, match="records of two models"):
+        record_of([torch.randn(8, 12)]).merge(record_of([torch.randn(8, 12)], make_model(width=8)))
+
+
+@pytest.mark.parametrize("trained_first", [True, False])
+def test_a_shard_without_gradients_adds_nothing_to_one_with(trained_first: bool) -> None:
+    """As inside one Probe: x that was seen without its dy cannot be paired with any."""
+    trained, served = record_of([torch.randn(64, 12)]), record_of([torch.randn(64, 12) + 9], trains=False)
+    merged = trained.merge(served) if trained_first else served.merge(trained)
+    assert merged.sites["0"].trains
+    torch.testing.assert_close(merged.sites["0"].mean_K, trained.sites["0"].mean_K)
+    assert merged.sites["0"].sample(4, torch.Generator())[1].shape == (4, 16)
+
+
+def test_covariances_of_two_forms_do_not_merge() -> None:
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 1))
+    batch = [torch.randn(8, 600)]
+    full, blocks = record_of(batch, model), record_of(batch, model, memory_budget=4 * 2**20)
+    with pytest.raises(InvalidInput, match=r"site 0: .*full.*block-diagonal.*memory_budget"):
+        full.merge(blocks)
