@@ -11,9 +11,8 @@ from loka.report.page_data import FormatRange, Histogram, SiteDistribution
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from loka.core.record import Record, SiteRecord
+    from loka.core.record import Record
 
-SAMPLED = 200_000  # values drawn of a tensor: enough to see a share of 1e-4
 INT8_COARSE = 8  # an int8 code below it has fewer significant bits than e4m3
 
 
@@ -31,13 +30,19 @@ def format_ranges() -> tuple[FormatRange, ...]:
 
 
 def draw_distributions(record: "Record", plan: PlanDocument | None) -> tuple[SiteDistribution, ...]:
-    """A histogram of x and of dy for every site that was called, drawn from what the Probe learned."""
+    """A histogram of x and of dy for every site that was called, as the Probe counted them."""
     formats = {site.site: _planned_format(site) for site in plan.sites} if plan else {}
     default = Format.E4M3 if record.environment.cuda else Format.INT8
     return tuple(
-        SiteDistribution(name, str(formats.get(name) or default), *_histograms(site), site.notes)
+        SiteDistribution(
+            name,
+            str(formats.get(name) or default),
+            histogram_of(site.statistics["binades"].tensors["x_B"]),
+            histogram_of(site.statistics["binades"].tensors.get("dy_B")),
+            site.notes,
+        )
         for name, site in record.sites.items()
-        if site.was_called
+        if "binades" in site.statistics
     )
 
 
@@ -52,23 +57,18 @@ def _planned_format(site: SitePlan) -> Format | None:
     return format if format.is_8bit else None
 
 
-def _histograms(site: "SiteRecord") -> tuple[Histogram | None, Histogram | None]:
-    import torch
+def histogram_of(counts_B: "Tensor | None") -> Histogram | None:
+    """Counts by binade, zeros last, as shares from the first binade with a value on; None where every value is zero."""
+    from loka.probe.statistics.binades import BINADES, LOWEST
 
-    rows = max(16, min(2048, SAMPLED // site.k))
-    x_MK, dy_MN = site.sample(rows, torch.Generator().manual_seed(0))
-    return histogram_of(x_MK), None if dy_MN is None else histogram_of(dy_MN)
-
-
-def histogram_of(values: "Tensor") -> Histogram | None:
-    """Shares by binade: v is counted at e where 2^e ≤ |v| < 2^(e+1). None where every value is zero or none is there."""
-    import torch
-
-    sizes = values.flatten().abs()
-    exponents = torch.frexp(sizes[sizes > 0]).exponent - 1
-    if not exponents.numel():
+    if counts_B is None or not counts_B[:BINADES].any():
         return None
-    first = int(exponents.min())
-    shares = torch.bincount((exponents - first).long()).double() / values.numel()
-    zeros = 1 - exponents.numel() / values.numel()
-    return Histogram(first, tuple(round(share, 7) for share in shares.tolist()), zeros, float(sizes.max()))
+    shares = (counts_B / counts_B.sum()).tolist()
+    seen = [index for index, share in enumerate(shares[:BINADES]) if share > 0]
+    first, last = seen[0], seen[-1]
+    return Histogram(
+        first=LOWEST + first,
+        shares=tuple(round(share, 7) for share in shares[first : last + 1]),
+        zeros=shares[BINADES],
+        below=2.0 ** (LOWEST + last + 1),
+    )

@@ -85,7 +85,7 @@ class Histogram(Struct, frozen=True):
     first: int
     shares: tuple[float, ...]
     zeros: float
-    largest: float  # the largest |value| seen
+    below: float  # the upper end of the last binade: no |value| was larger
 
 
 class SiteDistribution(Struct, frozen=True):

@@ -13,6 +13,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
 from loka.planner.plan import make_plan
+from loka.probe.statistics.binades import counts_by_binade
 from loka.report.curves import MOST_POINTS, draw_curves
 from loka.report.distributions import format_ranges, histogram_of
 from loka.report.headline import headline
@@ -141,15 +142,15 @@ class TestCurves:
 
 
 class TestDistributions:
-    def test_binades_are_counted_exactly(self) -> None:
-        histogram = histogram_of(torch.tensor([[0.0, 1.0, -1.5, 2.0], [0.25, 0.49, -3.99, 0.0]]))
+    def test_binades_become_shares(self) -> None:
+        histogram = histogram_of(counts_by_binade(torch.tensor([[0.0, 1.0, -1.5, 2.0], [0.25, 0.49, -3.99, 0.0]])))
         assert histogram is not None
-        assert (histogram.first, histogram.largest, histogram.zeros) == (-2, pytest.approx(3.99), 0.25)
+        assert (histogram.first, histogram.below, histogram.zeros) == (-2, 4.0, 0.25)
         assert histogram.shares == (0.25, 0.0, 0.25, 0.25)
 
     def test_nothing_is_drawn_of_zeros(self) -> None:
-        assert histogram_of(torch.zeros(3)) is None
-        assert histogram_of(torch.zeros(0)) is None
+        assert histogram_of(counts_by_binade(torch.zeros(2, 3))) is None
+        assert histogram_of(None) is None
 
     @pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
     def test_a_format_flushes_where_it_says(self, name: str, dtype: torch.dtype) -> None:

@@ -6,12 +6,14 @@ function showDistributions(sites, formats) {
   const state = { site: sites[0].site, format: sites[0].format || formats[0].name };
   const select = make("select", { "aria-label": "Site", onchange: (event) => choose(event.target.value) }, sites.map(({ site }) => make("option", { value: site }, site)));
   const formatChoice = make("span");
-  find(".filters", section).replaceChildren(select, formatChoice);
+  const notes = make("span", { class: "found" });
+  find(".filters", section).replaceChildren(select, formatChoice, notes);
 
   function update() {
     const site = sites.find((candidate) => candidate.site === state.site);
     const format = formats.find((candidate) => candidate.name === state.format) ?? formats[0];
     formatChoice.replaceChildren(choices("Format", formats.map(({ name }) => [name, name]), format.name, (name) => { state.format = name; update(); }));
+    notes.textContent = (site.notes ?? []).join("; ");
     const tensors = [["x", "activations, the input of the layer", site.x], ["dy", "gradients of the output", site.dy]];
     find(".pair", section).replaceChildren(...tensors.map(([name, what, histogram]) => {
       const figure = make("figure", {}, make("figcaption", {}, make("b", {}, name), make("span", {}, what)));
@@ -33,9 +35,9 @@ function showDistributions(sites, formats) {
   return choose;
 }
 
-// The edges of the bands as powers of two: the top of the format lies at the largest value.
+// The edges of the bands as powers of two: the top of the format lies at the top of the values.
 function bandEdges(histogram, format) {
-  const top = Math.log2(histogram.largest);
+  const top = Math.log2(histogram.below);
   return { top, normal: top - format.normal, flush: top - format.flush };
 }
 
@@ -100,6 +102,6 @@ function renderHistogram(name, histogram, format, width) {
     ...powers.map((power) => draw("text", { x: x(power), y: box.bottom + 17, "text-anchor": "middle" }, "2", draw("tspan", { dy: -5, "font-size": "9px" }, minus(String(power))))),
     draw("text", { x: box.right, y: box.bottom + 33, "text-anchor": "end" }, `|${name}|`),
     draw("line", { class: "limit", x1: x(edges.top), x2: x(edges.top), y1: box.top, y2: box.bottom }),
-    draw("text", { x: x(edges.top) - 4, y: box.top - 7, "text-anchor": "end" }, `largest ${significant(histogram.largest)}`));
+    draw("text", { x: x(edges.top) - 4, y: box.top - 7, "text-anchor": "end" }, `all below ${significant(histogram.below)}`));
   return svg;
 }
