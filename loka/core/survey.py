@@ -38,6 +38,7 @@ class Candidate(Struct, frozen=True):
     error: dict[str, Estimate] = {}  # by metric: mere_floored, relative_rms, …
     flushed: float = 0.0  # shares of the values that the casts lost
     saturated: float = 0.0
+    silenced: float = 0.0  # share of x's features of which fprop's cast leaves next to nothing
     forms: tuple[str, ...] = ()  # the keys of the casts it reads, a's and b's
     gemm_us: Times = {}  # with the epilogue; empty for a recipe whose kernel cannot be timed here
 

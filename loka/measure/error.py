@@ -53,6 +53,7 @@ class OptionError:
     why_not: str | None = None
     flushed: float = 0.0
     saturated: float = 0.0
+    silenced: float = 0.0
 
     @property
     def is_known(self) -> bool:
@@ -155,6 +156,7 @@ def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Or
             )
             return
         error.flushed, error.saturated = oracle.lost(option)
+        error.silenced = oracle.silenced(option)
     error.samples.add(report)
 
 

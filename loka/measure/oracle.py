@@ -8,7 +8,7 @@ from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.transforms import undo_behind
 from loka.measure.parts import Option, SiteParts, executor_of
 from loka.numerics.formats import torch_dtype
-from loka.numerics.metrics import flushed_share, relative_rms, saturated_share
+from loka.numerics.metrics import flushed_share, relative_rms, saturated_share, silenced_share
 from loka.numerics.reference import gemm
 from loka.numerics.scaling import Quantized, quantize
 
@@ -22,6 +22,7 @@ class Oracle:
         self._parts = parts
         self._cast: dict[tuple[Role, int, OperandKind], Quantized | Tensor] = {}
         self._lost: dict[tuple[Role, int, OperandKind], tuple[float, float]] = {}
+        self._silenced: dict[OperandKind, float] = {}
         self._errors: dict[tuple[Role, OperandKind, OperandKind, Transform], float] = {}
 
     def relative_rms(self, option: Option) -> float:
@@ -39,6 +40,16 @@ class Oracle:
         """The shares of values that the option's casts flushed to zero and saturated: those of the operand that lost more."""
         shares = [self._lost_by(option.role, index, kind) for index, kind in enumerate(_kinds(option))]
         return max(flushed for flushed, _ in shares), max(saturated for _, saturated in shares)
+
+    def silenced(self, option: Option) -> float:
+        """The share of x's features of which fprop's cast leaves next to nothing; 0 for the other roles."""
+        if option.role is not Role.FPROP:
+            return 0.0
+        kind, _ = _kinds(option)
+        if kind not in self._silenced:
+            tensor, operand = self._tensor(Role.FPROP, 0, kind), self._operand(Role.FPROP, 0, kind)
+            self._silenced[kind] = silenced_share(tensor, operand).item() if isinstance(operand, Quantized) else 0.0
+        return self._silenced[kind]
 
     def _operand(self, role: Role, index: int, kind: OperandKind) -> Quantized | Tensor:
         if (role, index, kind) not in self._cast:

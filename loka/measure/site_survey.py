@@ -91,14 +91,16 @@ def plain_options(site: SiteRecord, kernels: Iterable[str]) -> list[Option]:
 def suggested_transforms(
     site: SiteRecord, errors: Mapping[Option, OptionError], findings: Iterable[Finding]
 ) -> list[Transform]:
-    """Those that a finding names, or all where no 8-bit option is healthy; not one that would change nothing."""
+    """Those that a finding names, or all where no 8-bit option is healthy, or each silences features; not one that would change
+    nothing."""
     named = {finding.remedy for finding in findings if finding.site == site.name}
     best = {
         role: min((error.gate for option, error in errors.items() if option.role is role and option.is_8bit), default=math.inf)
         for role in roles_of(site)
         if role is not Role.DGRAD
     }
-    is_unhealthy = any(UNHEALTHY < gate < math.inf for gate in best.values())
+    heard = [error.silenced for option, error in errors.items() if option.role is Role.FPROP and option.is_8bit]
+    is_unhealthy = any(UNHEALTHY < gate < math.inf for gate in best.values()) or min(heard, default=0.0) > 0
     wanted = [t for t in (Transform.CENTER, Transform.RESCALE) if is_unhealthy or t.value in named]
     return [transform for transform in wanted if _changes_something(site, transform)]
 
@@ -157,6 +159,7 @@ def _candidate(option: Option, error: OptionError, times: Mapping[int, float | s
         error=estimates if why_not is None else {},
         flushed=error.flushed,
         saturated=error.saturated,
+        silenced=error.silenced,
         forms=tuple(form.key for form in option.forms),
         gemm_us=_us(times) if why_not is None else {},
     )

@@ -15,6 +15,7 @@ from loka.numerics.confidence import estimate_mean
 from loka.numerics.formats import decode, info
 from loka.numerics.scaling import Quantized, expand_scale
 
+SILENCED = 0.9  # of a feature's values flushed, and it is as good as gone
 FLOOR = 0.1  # of rms(ref): below it a reference is too near zero for its relative error to say anything
 
 
@@ -46,6 +47,19 @@ def flushed_share(x: Tensor, q: Quantized) -> Tensor:
     """The share of nonzero finite values of ``x`` that became 0. Those of a NaN scale became NaN, which is not counted."""
     scale = expand_scale(q.scale, q.scaling, q.codes.shape)
     return _share((decode(q.codes) == 0) & scale.isfinite(), x)
+
+
+def silenced_share(x: Tensor, q: Quantized) -> Tensor:
+    """The share of features (columns of ``x``) whose nonzero values became 0, but for a tenth of them at most.
+
+    A product ruled by other features hardly shows that they are gone; nothing behind the cast can ever learn from them.
+    """
+    scale = expand_scale(q.scale, q.scaling, q.codes.shape)
+    nonzero = x.isfinite() & (x != 0)
+    flushed_K = (nonzero & (decode(q.codes) == 0) & scale.isfinite()).sum(0, dtype=torch.float64)
+    present_K = nonzero.sum(0, dtype=torch.float64)
+    silenced_K = (present_K > 0) & (flushed_K > SILENCED * present_K)
+    return silenced_K.sum(dtype=torch.float64) / (present_K > 0).sum().clamp(min=1)
 
 
 def saturated_share(x: Tensor, q: Quantized) -> Tensor:

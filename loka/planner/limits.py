@@ -10,10 +10,12 @@ from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
+from loka.core.survey import Candidate
 
 METRIC = "mere_floored"
 MAX_ERROR = 0.2
 MIN_SPEEDUP = 1.05
+MAX_SILENCED = 0.05  # of x's features: what an output ruled by a few large ones does not show
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Limits:
         if not estimate.high <= limit:
             return f"{METRIC} at {role} is {estimate.mean:.3g} (up to {estimate.high:.3g}), over max_error {limit:g}"
         return None
+
+
+def why_deaf(candidate: Candidate) -> str | None:
+    """Why a cast of x loses too much to be used, whatever the error of the output is."""
+    if candidate.silenced > MAX_SILENCED:
+        return f"its cast of x flushes {candidate.silenced:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
+    return None
 
 
 def check_limits(goal: Goal | str, max_error: float | Mapping[Role, float], min_speedup: float) -> Limits:

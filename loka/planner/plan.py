@@ -23,8 +23,9 @@ def make_plan(
     """Choose kernels for every site and block in ``survey``.
 
     A site leaves high precision only for kernels whose error (``mere_floored``, the upper end of its confidence interval) is
-    within ``max_error``, one number or one a role, and that make it at least ``min_speedup`` times as fast, casts included; the
-    fastest such choice wins. Prediction heads stay, and what ``keep`` names: sites, modules around them, or patterns.
+    within ``max_error``, one number or one a role, that do not flush whole features of x to zero, and that make it at least
+    ``min_speedup`` times as fast, casts included; the fastest such choice wins. Prediction heads stay, and what ``keep`` names:
+    sites, modules around them, or patterns.
     Every choice and every refusal carries its reason. The same survey and limits give the same plan.
     """
     limits = check_limits(goal, max_error, min_speedup)

@@ -122,6 +122,17 @@ class TestTransforms:
         surveyed = candidate(survey.sites[0], "reference.rowwise", Role.FPROP, Transform.CENTER).error["relative_rms"]
         assert error.item() == pytest.approx(surveyed.mean, rel=0.1)
 
+    def test_are_tried_where_features_are_silenced_though_the_output_hardly_shows_it(self) -> None:
+        """Counts over many binades in front of weights that have not learned yet: the large ones rule the output."""
+        scale_K = torch.where(torch.arange(128) < 16, 2.0**20, 1.0)
+        site = site_record("a", normal_weight(), lambda rows, g: (scale_K * torch.randn(rows, 128, generator=g), None),
+                           scale=scale_K, trains=False)  # fmt: skip
+        (surveyed,) = measure(record_of(site), kernels=["reference.rowwise"]).sites
+        plain = candidate(surveyed, "reference.rowwise", Role.FPROP)
+        assert plain.error["mere_floored"].high < 0.1
+        assert plain.silenced == pytest.approx(112 / 128)
+        assert candidate(surveyed, "reference.rowwise", Role.FPROP, Transform.RESCALE).silenced == 0
+
     def test_are_left_alone_where_the_site_is_healthy(self) -> None:
         site = site_record("a", normal_weight(), mean=torch.ones(128), scale=torch.arange(128).remainder(2) + 1.0)
         (healthy,) = measure(record_of(site), kernels=["reference.rowwise"]).sites

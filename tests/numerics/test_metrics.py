@@ -17,6 +17,7 @@ from loka.numerics.metrics import (
     mere_floored,
     relative_rms,
     saturated_share,
+    silenced_share,
     sqnr_db,
 )
 from loka.numerics.reference import gemm
@@ -91,6 +92,15 @@ def test_flushed_share_counts_nonzero_values_whose_code_is_zero():
     assert float(flushed_share(x, quantize(x, Format.E5M2, Scaling.TENSORWISE))) == 0
 
 
+def test_silenced_features_are_those_of_which_next_to_nothing_is_left():
+    x = torch.ones(20, 4)
+    x[:, 1] = 1e-6  # flushed everywhere beside a 1
+    x[:18, 2] = 1e-6  # flushed in nine of ten: heard
+    x[:, 3] = 0  # never there
+    assert float(silenced_share(x, quantize(x, Format.E4M3, Scaling.TENSORWISE))) == pytest.approx(1 / 3)
+    assert float(silenced_share(x, quantize(x, Format.E4M3, Scaling.COLWISE))) == 0
+
+
 def test_poisoned_values_are_not_called_flushed():
     x = torch.tensor([[1.0, math.nan, 2.0], [1e-9, 1.0, 0.0]])
     assert float(flushed_share(x, quantize(x, Format.INT8, Scaling.ROWWISE))) == pytest.approx(1 / 4)
@@ -105,7 +115,7 @@ def test_saturated_share_counts_finite_values_past_the_range():
     assert float(saturated_share(x[:, :4], q)) == pytest.approx(3 / 4)
 
 
-@pytest.mark.parametrize("share", [flushed_share, saturated_share])
+@pytest.mark.parametrize("share", [flushed_share, saturated_share, silenced_share])
 def test_shares_of_nothing_are_zero(share):
     for x in (torch.zeros(3, 3), torch.zeros(0, 3)):
         assert float(share(x, quantize(x, Format.E4M3, Scaling.ROWWISE))) == 0
