@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +86,7 @@ def check_plan(
     if not held_out:
         raise InvalidInput("there is nothing to check on: give at least one held-out batch")
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example)
-    with left_as_it_was(model):
+    with left_as_it_was(model), _room_to_compile(model):
         baseline_loss = trial.mean_loss()
         rounds: list[Round] = []
         alone: dict[str, float] = {}
@@ -175,6 +175,16 @@ class _Trial:
         if next(self.model.parameters()).device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def _room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
+    """Every round of a compiled model compiles it again, and torch gives up after a few."""
+    is_compiled = hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules())
+    if not is_compiled:
+        return nullcontext()
+    import torch._dynamo  # not loaded unless somebody compiles
+
+    return torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=65536)
 
 
 @contextmanager

@@ -79,6 +79,25 @@ def test_a_plan_that_is_slower_as_a_whole_gives_back_what_saves_least() -> None:
     assert "ran" in next(site.reason for site in checked.plan.sites if site.site == "top.0")
 
 
+def test_a_compiled_model_may_be_compiled_again_as_often_as_it_takes() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 8), nn.Linear(8, 1))
+    kernels = SiteKernels("onednn.int8", "torch.fp32", "torch.fp32")
+    plan = plan_for(model, {"0": kernels, "1": kernels}, goal=Goal.SERVING)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        checked = loka.check_plan(
+            compiled,
+            plan,
+            BATCHES,
+            loss=lambda m, x: (m(x) + 5).square().mean(),
+            max_loss_change=-1.0,
+            min_speedup=0,
+            repeats=1,
+        )
+    assert set(checked.given_back) == {"0", "1"}
+
+
 def test_the_model_is_left_as_it_was() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 1)).train()
