@@ -44,7 +44,7 @@ def plan(
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(f"[bold]high precision:[/] {names}\n    {reason}", highlight=False)
     out.print(f"{path}   {_total(made)}")
-    out.print(f"Next: loka train --plan {path}   (why a kernel was not chosen: loka plan {run} --site NAME)")
+    out.print(f"Next: loka report {run}, or loka train --plan {path}   (why not another kernel: loka plan {run} --site NAME)")
 
 
 def _table(made: "Plan") -> Table:
