@@ -105,6 +105,14 @@ class SiteRecord(SiteFacts):
 
         return prepare(self._moments)
 
+    def sample_weight(self, generator: "torch.Generator") -> "Tensor":
+        """A weight as it was at some time of the run, drawn from what was learned: for a Probe with ``weights_over_time``."""
+        from loka.core.matrix_normal import draw_weight
+
+        if "weights" not in self.statistics:
+            raise InvalidInput(f"weights of site {self.name} were not followed: probe with weights_over_time=True")
+        return draw_weight(self.statistics["weights"].tensors, generator)
+
     @property
     def _moments(self) -> "dict[str, Tensor]":
         if not self.was_called:

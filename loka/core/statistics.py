@@ -6,7 +6,8 @@ A statistic is made of one batch's rows (``loka.probe.statistics``); batches, sh
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loka.core.moments import State, fade_moments, merge_moments
+from loka.core.matrix_normal import merge_matrix_normals
+from loka.core.moments import Covariance, State, covariance_of, fade_moments, merge_moments
 
 
 class Rule(StrEnum):
@@ -14,6 +15,7 @@ class Rule(StrEnum):
 
     SUM = "sum"  # counts, histograms, and sums of what is averaged
     MOMENTS = "moments"  # see loka.core.moments
+    MATRIX_NORMAL = "matrix normal"  # see loka.core.matrix_normal
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,18 @@ class Statistic:
     rule: Rule
     tensors: State
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether merging gives what one Probe over all rows would have; if not, it is close to that."""
+        if self.rule is Rule.MOMENTS:
+            return covariance_of(self.tensors) is not Covariance.LOW_RANK
+        return self.rule is not Rule.MATRIX_NORMAL
+
     def merge(self, other: "Statistic") -> "Statistic":
         if self.rule is Rule.MOMENTS:
             return Statistic(self.rule, merge_moments(self.tensors, other.tensors))
+        if self.rule is Rule.MATRIX_NORMAL:
+            return Statistic(self.rule, merge_matrix_normals(self.tensors, other.tensors))
         return Statistic(self.rule, {name: tensor + other.tensors[name] for name, tensor in self.tensors.items()})
 
     def fade(self, factor: float) -> "Statistic":

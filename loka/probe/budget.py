@@ -27,21 +27,24 @@ class Memory:
         return f"{sites} {_mib(self.bytes)} of {_mib(self.budget)} (covariance: {parts})"
 
 
-def plan_memory(sites: Mapping[str, nn.Linear], budget: int) -> Memory:
-    """Full covariances as far as the budget goes: while it is exceeded, the largest site falls back to a smaller form."""
+def plan_memory(sites: Mapping[str, nn.Linear], budget: int, *, taken: int = 0) -> Memory:
+    """Full covariances as far as the budget goes: while it is exceeded, the largest site falls back to a smaller form.
+
+    ``taken`` bytes of the budget are not for covariances.
+    """
     forms = dict.fromkeys(sites, Covariance.FULL)
     sizes = {name: _site_bytes(site, Covariance.FULL) for name, site in sites.items()}
-    while sum(sizes.values()) > budget:
+    while taken + sum(sizes.values()) > budget:
         open_sites = [name for name in sites if forms[name] is not _FORMS[-1]]
         if not open_sites:
             raise InvalidInput(
                 f"memory_budget={_mib(budget)} is too small: the {len(sites)} sites of this model take "
-                f"{_mib(sum(sizes.values()))} in the smallest form. Give more, or probe a part of the model"
+                f"{_mib(taken + sum(sizes.values()))} in the smallest form. Give more, or probe a part of the model"
             )
         largest = max(open_sites, key=lambda name: sizes[name])
         forms[largest] = _smaller(sites[largest], forms[largest])
         sizes[largest] = _site_bytes(sites[largest], forms[largest])
-    return Memory(forms, sum(sizes.values()), budget)
+    return Memory(forms, taken + sum(sizes.values()), budget)
 
 
 def _smaller(site: nn.Linear, form: Covariance) -> Covariance:

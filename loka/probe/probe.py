@@ -26,6 +26,7 @@ from loka.probe.findings.contract import find_all
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, observe
 from loka.probe.watch import Call, Watch, watch
+from loka.probe.weights import WeightsOverTime
 
 logger = logging.getLogger("loka")
 
@@ -35,7 +36,8 @@ class Probe:
 
     Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
     touch nothing: compiled graphs stay, and the host never waits for the device. Older samples fade with ``half_life``
-    (in samples), so that the Record speaks of the model as it is now; None keeps all alike.
+    (in samples), so that the Record speaks of the model as it is now; None keeps all alike. With ``weights_over_time`` it
+    also learns how the weights move, which the weight in the Record, the newest, does not tell.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Probe:
         memory_budget: int = 2 * 2**30,
         half_life: float | None = 10.0,
         seed: int = 0,
+        weights_over_time: bool = False,
     ) -> None:
         for name, value in (("every", every), ("rows", rows)):
             if value < 1:
@@ -68,13 +71,14 @@ class Probe:
         self._statistics: dict[str, dict[str, Statistic]] = {name: {} for name in self._sites}
         self._calls: dict[str, dict[int, int]] = {name: {} for name in self._sites}
         self._bias_norms = {name: History() for name, site in self._sites.items() if site.bias is not None}
+        self._weights = WeightsOverTime(self._sites) if weights_over_time else None
         self._trains: set[str] = set()
         self._notes: dict[str, dict[str, None]] = {name: {} for name in self._sites}
         self._dtype: torch.dtype | None = None
         self._samples = 0
         self._detached = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
-        self.memory = plan_memory(self._sites, memory_budget)
+        self.memory = plan_memory(self._sites, memory_budget, taken=self._weights.bytes if self._weights else 0)
         logger.info("probe: %s", self.memory)
 
     @contextmanager
@@ -123,6 +127,8 @@ class Probe:
         with torch.no_grad(), exact_products(self._device):
             for name, history in self._bias_norms.items():
                 history.add(torch.linalg.vector_norm(self._sites[name].bias.float()))
+            if self._weights is not None:
+                self._weights.observe()
             for name in self._sites:
                 calls = seen.trained_calls(name)
                 for call in calls:
@@ -158,6 +164,9 @@ class Probe:
     def _site(self, name: str, found: FoundBlocks) -> SiteRecord:
         module, block = self._sites[name], found.of(name)
         producers = producers_of(found)
+        statistics, notes = self._statistics[name], (*notes_of(block), *self._notes[name])
+        if self._weights is not None:
+            statistics, notes = {**statistics, **self._weights.statistic(name)}, (*notes, *self._weights.notes(name))
         return SiteRecord(
             name=name,
             k=module.in_features,
@@ -173,10 +182,10 @@ class Probe:
             consumers=tuple(map(str, block.consumers)),
             producer=producers.get(name),
             bias_norms=self._bias_norms[name].numbers() if name in self._bias_norms else (),
-            notes=(*notes_of(block), *self._notes[name]),
+            notes=notes,
             weight_NK=_copy(module.weight),
             bias_N=None if module.bias is None else _copy(module.bias),
-            statistics={key: _on_cpu(statistic) for key, statistic in self._statistics[name].items()},
+            statistics={key: _on_cpu(statistic) for key, statistic in statistics.items()},
         )
 
     def _format(self) -> Format:
