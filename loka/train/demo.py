@@ -127,7 +127,7 @@ class _Demo:
     def _checked(self, plan: Plan) -> Plan:
         """What of ``plan`` holds in the whole model, on held-out batches."""
         trainer, _ = self._trainer()
-        self._load_start(trainer)
+        _load_newest(trainer, self.folder)
         batches = list(islice(self.data.test(self.config.batch_size), CHECK_BATCHES))
         loss = self._loss(trainer.model)
         checked = check_plan(trainer.model.dense_part, plan, batches, loss=loss, min_speedup=MIN_SPEEDUP)
@@ -171,14 +171,14 @@ class _Demo:
         return comparison
 
     def _training_quality(self) -> QualityPair:
-        high, other, planned = (self._twin(name).model for name in (HIGH, OTHER, PLANNED))
+        high, other, planned = (self._trained(name).model for name in (HIGH, OTHER, PLANNED))
         batches = list(self.data.test(self.config.batch_size))
         pair = compare_quality(Goal.TRAINING, high, planned, batches, self.config.precision)
         change = compare_quality(Goal.TRAINING, high, other, batches, self.config.precision).change
         return msgspec.structs.replace(pair, other=change)
 
     def _training_times(self) -> TimePair:
-        high, planned = self._twin(HIGH), self._twin(PLANNED)
+        high, planned = self._trained(HIGH), self._trained(PLANNED)
         apply_plan(planned.model.dense_part, self._training_plan)
         batch = next(self.data.train(self.config.batch_size))
         twins = [Twin(trainer.model, lambda trainer=trainer: trainer.step(batch)) for trainer in (high, planned)]
@@ -187,7 +187,7 @@ class _Demo:
     def _serve_both_ways(self, name: str) -> tuple[QualityPair, TimePair]:
         """The same weights in high precision and frozen under the serving plan."""
         size, precision = self.config.batch_size, self.config.precision
-        high, planned = self._twin(name).model, self._twin(name).model
+        high, planned = self._trained(name).model, self._trained(name).model
         high.eval().requires_grad_(False)
         plan = self._serving_plan()
         if any(site.is_low_precision for site in plan.sites):
@@ -217,6 +217,7 @@ class _Demo:
 
     def _trainer(self, name: str = HIGH) -> tuple[Trainer, str]:
         """A model with the Mods, from the same weights every time, and what the Mods did in a line."""
+        torch.compiler.reset()  # or the graphs of all the demo's models would add up to torch's limit, and the last run eager
         torch.manual_seed(self.settings.seed)
         model = build_model("wukong", self.settings.preset, self.data.schema, **self.settings.model_options)
         changes = apply_mods(model.dense_part)
@@ -227,15 +228,17 @@ class _Demo:
             config = replace(config, precision=Precision(self._other))
         return Trainer(model, config), str(changes).partition("\n")[0]
 
-    def _load_start(self, trainer: Trainer) -> None:
-        checkpoint = load_checkpoint(list_checkpoints(RunFolder(self.folder).checkpoints)[-1])
-        trainer.load(checkpoint.header.step, checkpoint.tensors)
-
     def _twin(self, name: str) -> Trainer:
-        """Where the twin stands: at its newest checkpoint, or at the start."""
+        """The twin to train on: at its newest checkpoint, or at the start."""
         trainer, _ = self._trainer(name)
-        self._load_start(trainer)
+        _load_newest(trainer, self.folder)
         RunFolder(self.folder / "twins" / name).begin(trainer)
+        return trainer
+
+    def _trained(self, name: str) -> Trainer:
+        """The twin's weights in a model that runs in high precision."""
+        trainer, _ = self._trainer()
+        _load_newest(trainer, self.folder / "twins" / name)
         return trainer
 
     def _is_done(self, name: str) -> bool:
@@ -261,6 +264,11 @@ class _Demo:
     def _serve(self, model: Recommender, batch: Batch) -> Tensor:
         with torch.no_grad(), autocast(self.config.precision, self.device):
             return model(batch)
+
+
+def _load_newest(trainer: Trainer, run: Path) -> None:
+    checkpoint = load_checkpoint(list_checkpoints(RunFolder(run).checkpoints)[-1])
+    trainer.load(checkpoint.header.step, checkpoint.tensors)
 
 
 def _round_inputs(module: nn.Module) -> None:
