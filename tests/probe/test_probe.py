@@ -312,11 +312,18 @@ def test_idle_steps_never_wait_for_the_gpu(is_compiled: bool) -> None:
         model.compile()
     probe = loka.Probe(model, every=10)
     x_MK = torch.randn(256, 12, device="cuda")
-    for step in range(15):
-        if step == 3:  # the compiler has been here
-            torch.cuda.set_sync_debug_mode("error")
-        if step == 10:
-            torch.cuda.set_sync_debug_mode("default")
+
+    def step() -> None:
         with probe.step():
             model(x_MK).square().mean().backward()
+
+    for _ in range(3):  # a sample, and the compiler's work
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(7):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    step()
     assert probe.record().step_us > 0

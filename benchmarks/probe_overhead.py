@@ -1,0 +1,144 @@
+"""What training under the Probe costs: sampled steps, the steps between, and taking a Record, against steps without a Probe.
+
+    python benchmarks/probe_overhead.py                             # Wukong, DLRM and DCNv2; on a GPU of size base, compiled
+    python benchmarks/probe_overhead.py --models dlrm --preset tiny --rounds 3      # to try it
+
+A plain step, one under an idle Probe and a sampled one take turns on the same trainer, so that a machine that slows down
+slows all alike; the fastest of each counts. The overhead is that of a hundred steps, one of them sampled. Seconds are the
+clock's on a GPU, and those this process was busy on the CPU.
+"""
+
+import argparse
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from scaling import seconds
+
+from loka.core.environment import current_command, current_environment
+from loka.core.results import markdown_table, write_results
+from loka.data.dataset import open_dataset
+from loka.kernels.device import device_named, device_of
+from loka.models.registry import build_model
+from loka.probe.probe import Probe
+from loka.train.config import Precision, TrainConfig
+from loka.train.trainer import Trainer
+
+FOLDER = Path(__file__).parent / "results"
+EVERY = 100
+
+
+def measure_overhead(model: str, preset: str, batch_size: int, device: torch.device, rounds: int) -> dict[str, Any]:
+    is_gpu = device.type == "cuda"
+    torch.manual_seed(0)
+    data = open_dataset("synthetic", device=device)
+    config = TrainConfig(
+        model=model,
+        preset=preset,
+        batch_size=batch_size,
+        precision=Precision.BF16 if is_gpu else Precision.FP32,
+        compile=is_gpu,
+        device=str(device),
+    )
+    trainer = Trainer(build_model(model, preset, data.schema), config)
+    (batch,) = islice(data.train(batch_size), 1)
+    idle = Probe(trainer.model.dense_part, every=2**62)
+    sampling = Probe(trainer.model.dense_part, every=1)
+
+    def under(probe: Probe) -> Callable[[], None]:
+        def step() -> None:
+            with probe.step():
+                trainer.step(batch)
+
+        return step
+
+    steps = {"plain": lambda: trainer.step(batch), "idle": under(idle), "sampled": under(sampling)}
+    first_s = seconds(steps["sampled"], device)
+    for step in steps.values():  # compilers; and the idle Probe's only sample, its first
+        for _ in range(2):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(seconds(step, device))
+    fastest = {name: min(values) for name, values in times.items()}  # what else a machine does only adds to a step
+    extra = max(0.0, fastest["sampled"] - fastest["plain"])
+    probe_itself = _nothing_inside(idle, device)
+    return {
+        "model": f"{model} {preset}{', compiled' if is_gpu else ''}",
+        "batch_size": batch_size,
+        "sites": len(sampling.record().sites),
+        "plain_ms": 1e3 * fastest["plain"],
+        "idle_ms": 1e3 * fastest["idle"],
+        "idle_probe_us": 1e6 * probe_itself,
+        "sampled_ms": 1e3 * fastest["sampled"],
+        "first_sample_ms": 1e3 * first_s,
+        "record_ms": 1e3 * seconds(sampling.record, device),
+        "overhead_percent": 100 * (extra / EVERY + probe_itself) / fastest["plain"],
+    }
+
+
+def _nothing_inside(idle: Probe, device: torch.device, repeats: int = 1000) -> float:
+    """Seconds that an idle Probe takes of a step: too few to be seen in the difference of two steps."""
+
+    def steps() -> None:
+        for _ in range(repeats):
+            with idle.step():
+                pass
+
+    return seconds(steps, device) / repeats
+
+
+def make_table(rows: list[dict[str, Any]]) -> str:
+    header = [
+        "model",
+        "rows",
+        "sites",
+        "step, ms",
+        "under an idle Probe",
+        "the Probe itself, µs",
+        "sampled, ms",
+        "first sample",
+    ]
+    cells = [
+        [
+            row["model"],
+            str(row["batch_size"]),
+            str(row["sites"]),
+            *(
+                f"{row[name]:.3g}"
+                for name in ("plain_ms", "idle_ms", "idle_probe_us", "sampled_ms", "first_sample_ms", "record_ms")
+            ),
+            f"**{row['overhead_percent']:.2f} %**",
+        ]
+        for row in rows
+    ]
+    return markdown_table([*header, "record()", f"overhead at every={EVERY}"], cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["wukong", "dlrm", "dcnv2"])
+    parser.add_argument("--preset", help="default: base on a GPU, small on a CPU")
+    parser.add_argument("--batch-size", type=int, help="default: 4096 on a GPU, 2048 on a CPU")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    device = device_named(arguments.device)
+    preset, batch_size = ("base", 4096) if device.type == "cuda" else ("small", 2048)
+    preset, batch_size = arguments.preset or preset, arguments.batch_size or batch_size
+    rows = []
+    for model in arguments.models:
+        rows.append(measure_overhead(model, preset, batch_size, device, arguments.rounds))
+        print(rows[-1], flush=True)
+    notes = f"Overhead: what a sampled step takes beyond a plain one, over {EVERY}, with what an idle Probe takes, of a step.\n"
+    table = f"{make_table(rows)}\n{notes}"
+    environment = current_environment(device_of(device))
+    print(table, *write_results(arguments.out, "probe-overhead", environment, current_command(), rows, table), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
