@@ -120,7 +120,7 @@ class _Demo:
         """plan.json for the goal; training/plan.json for what the twin trains with."""
         self.stage.say(f"3/5  planned: the fastest kernels that are accurate enough, for {self.settings.goal}")
         if not (self.folder / "training" / "plan.json").exists():
-            self._checked(make_plan(survey, goal=Goal.TRAINING)).save(self.folder / "training")
+            self._if_faster(self._checked(make_plan(survey, goal=Goal.TRAINING))).save(self.folder / "training")
         if not (self.folder / "plan.json").exists():
             self._checked(make_plan(survey, goal=self.settings.goal)).save(self.folder)
 
@@ -133,6 +133,20 @@ class _Demo:
         checked = check_plan(trainer.model.dense_part, plan, batches, loss=loss, min_speedup=MIN_SPEEDUP)
         self.stage.say(f"     {plan.document.goal}: {checked}")
         return checked.plan
+
+    def _if_faster(self, plan: Plan) -> Plan:
+        """``plan`` if it makes a whole training step faster, optimizer and casts of weights included; else one of nothing."""
+        low = [site.site for site in plan.sites if site.is_low_precision]
+        if not low:
+            return plan
+        high, planned = self._trainer()[0], self._trainer()[0]
+        for trainer in (high, planned):
+            _load_newest(trainer, self.folder)
+        speedup = self._step_times(high, planned, plan, rounds=5).speedup.mean
+        if speedup >= MIN_SPEEDUP:
+            return plan
+        self.stage.say(f"     training: given up, a whole step is {speedup:.2f}× as fast")
+        return plan.giving_back(dict.fromkeys(low, f"the plan made a whole training step {speedup:.2f}× as fast"))
 
     def train_twins(self) -> None:
         """twins/<name>, trained on from the same checkpoint on the same batches: in high precision, in another, by the plan."""
@@ -178,11 +192,13 @@ class _Demo:
         return msgspec.structs.replace(pair, other=change)
 
     def _training_times(self) -> TimePair:
-        high, planned = self._trained(HIGH), self._trained(PLANNED)
-        apply_plan(planned.model.dense_part, self._training_plan)
+        return self._step_times(self._trained(HIGH), self._trained(PLANNED), self._training_plan)
+
+    def _step_times(self, high: Trainer, planned: Trainer, plan: Plan, rounds: int = 15) -> TimePair:
+        apply_plan(planned.model.dense_part, plan)
         batch = next(self.data.train(self.config.batch_size))
         twins = [Twin(trainer.model, lambda trainer=trainer: trainer.step(batch)) for trainer in (high, planned)]
-        return compare_times(Goal.TRAINING, self.config.batch_size, *twins, compiled=self.config.compile)
+        return compare_times(Goal.TRAINING, self.config.batch_size, *twins, rounds=rounds, compiled=self.config.compile)
 
     def _serve_both_ways(self, name: str) -> tuple[QualityPair, TimePair]:
         """The same weights in high precision and frozen under the serving plan."""

@@ -23,7 +23,10 @@ function renderCurves(curves, width) {
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "Training curves" });
   const lines = [...curves.curves, ...(curves.best ? [curves.best] : [])];
   const values = lines.flatMap((curve) => curve.log_loss);
-  const settled = values.slice().sort((a, b) => a - b)[Math.floor(values.length * 0.98)]; // the first steps would flatten the rest
+  // The first steps of a run would flatten the rest: what lies far above the usual is cut off.
+  const sorted = values.slice().sort((a, b) => a - b);
+  const [usual, high] = [0.5, 0.9].map((part) => sorted[Math.floor(part * (sorted.length - 1))]);
+  const settled = Math.min(sorted.at(-1), usual + 3 * (high - usual) || usual);
   const low = Math.min(...values);
   const yDomain = [low - 0.05 * (settled - low || low), settled + 0.12 * (settled - low || low)];
   const y = linearScale(yDomain, [box.bottom, box.top]);
