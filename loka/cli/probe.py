@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
+from rich.markup import escape
 from rich.table import Table
 
 from loka.cli.tables import console, plain_table
@@ -58,7 +59,7 @@ def _print(record: "Record") -> None:
     out.print(_table(record))
     for finding in record.findings:
         remedy = f" [bold]{finding.remedy}[/] mends it." if finding.remedy else ""
-        out.print(f"[bold]found at {finding.site}:[/] {finding.message}.{remedy}", highlight=False)
+        out.print(f"[bold]found at {escape(finding.site)}:[/] {escape(finding.message)}.{remedy}", highlight=False)
     for function, count in Counter(record.uncovered).items():
         out.print(f"not covered: {function}{f' ({count} times)' if count > 1 else ''}", highlight=False)
 

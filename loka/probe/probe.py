@@ -1,5 +1,6 @@
 """The Probe: learns the distributions of a model's activations and gradients while it trains."""
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -96,6 +97,19 @@ class Probe:
 
     def record(self) -> Record:
         """What was learned so far, copied to the CPU: training may go on."""
+        return _with_findings(self._taken())
+
+    def save(self, run: str | Path) -> "Future[Path]":
+        """Take the Record now, and look through and write it beside the training: ``.result()`` waits and gives the file."""
+        taken = self._taken()
+        return self._writer.submit(lambda: _with_findings(taken).save(run))
+
+    def detach(self) -> None:
+        """Stop for good. No hook is on the model between steps, so there is nothing else to undo."""
+        self._detached = True
+        self._writer.shutdown()
+
+    def _taken(self) -> Record:
         if not self._samples:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
         found = self._found or find_blocks(self._model)
@@ -106,19 +120,9 @@ class Probe:
             dtype=self._format(),
             step_us=self._clock.median_us(),
             sites=sites,
-            findings=find_all(sites),
             uncovered=tuple(map(str, found.uncovered)),
             steps_seen=self.steps_seen,
         )
-
-    def save(self, run: str | Path) -> "Future[Path]":
-        """Take the Record now and write it beside the training: ``.result()`` waits and gives the file."""
-        return self._writer.submit(self.record().save, run)
-
-    def detach(self) -> None:
-        """Stop for good. No hook is on the model between steps, so there is nothing else to undo."""
-        self._detached = True
-        self._writer.shutdown()
 
     def _learn(self, seen: Watch) -> None:
         if self._found is None:
@@ -193,6 +197,10 @@ class Probe:
         if dtype is torch.float32 and self._device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
             return Format.TF32
         return format_of(dtype)
+
+
+def _with_findings(record: Record) -> Record:
+    return dataclasses.replace(record, findings=find_all(record.sites))
 
 
 def _copy(parameter: Tensor) -> Tensor:

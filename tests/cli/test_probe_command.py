@@ -26,6 +26,9 @@ def loss(model, batch):
 def workload():
     return loka.Workload(model, batches, loss)
 
+def stuck():
+    return loka.Workload(model, [(torch.full((128, 8), 3.0), torch.zeros(128, 1))], loss)
+
 def no_workload():
     return model, batches, loss
 
@@ -112,6 +115,12 @@ def test_an_interrupt_keeps_what_was_learned(own: str, capsys: pytest.CaptureFix
     assert stopped.value.code == 130
     assert Record.load("run").sites["0"].statistics["moments"].tensors["count"] > 32
     assert "stopped at step 4 of 200" in capsys.readouterr().out
+
+
+def test_findings_are_printed_with_what_mends_them(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"probe {own}:stuck --steps 1")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "found at 0: 8 of 8 features of x never change. center mends it." in printed
 
 
 def test_the_names_of_ours() -> None:

@@ -185,12 +185,19 @@ def test_heads_have_no_findings() -> None:
     assert {finding.site for finding in record.findings} == {"0"}
 
 
-def test_findings_are_saved_with_the_record(tmp_path: Path) -> None:
+def test_findings_are_saved_with_the_record_also_beside_the_training(tmp_path: Path) -> None:
     site = cancelling_mean()
-    record = probed(nn.Sequential(linear(site.weight_NK)), site.x_MK)
-    record.save(tmp_path)
-    assert record.findings
-    assert Record.load(tmp_path).findings == record.findings
+    model = nn.Sequential(linear(site.weight_NK), nn.Linear(192, 1))
+    probe = loka.Probe(model, every=1, rows=ROWS)
+    with probe.step():
+        model(site.x_MK).sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):  # which must not round what findings are computed from
+        record = probe.record()
+    record.save(tmp_path / "now")
+    probe.save(tmp_path / "beside").result(timeout=30)
+    assert "cancellation" in {finding.kind for finding in record.findings}
+    assert Record.load(tmp_path / "now").findings == record.findings
+    assert Record.load(tmp_path / "beside").findings == record.findings
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from loka.core.record import Finding, SiteRecord
 from loka.core.registry import Registry
 from loka.probe import findings
@@ -38,13 +40,14 @@ FINDINGS: Registry[Detector] = Registry("finding", discover=_import_findings)
 
 def find_all(sites: Mapping[str, SiteRecord]) -> tuple[Finding, ...]:
     """The findings of all sites, in their order. Heads have none: they stay in high precision, and Mods leave them alone."""
-    return tuple(
-        Finding(name, kind, found.message, found.numbers, found.remedy)
-        for name, site in sites.items()
-        if site.was_called and not site.is_head and _is_finite(site)
-        for kind, detector in FINDINGS.items()
-        if (found := detector.find(site, sites)) is not None
-    )
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):  # whatever the training around it uses
+        return tuple(
+            Finding(name, kind, found.message, found.numbers, found.remedy)
+            for name, site in sites.items()
+            if site.was_called and not site.is_head and _is_finite(site)
+            for kind, detector in FINDINGS.items()
+            if (found := detector.find(site, sites)) is not None
+        )
 
 
 def _is_finite(site: SiteRecord) -> bool:

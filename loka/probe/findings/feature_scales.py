@@ -29,9 +29,9 @@ class FeatureScales:
         nonzero_K = x_K[x_K > 0].log2()
         binades = float(nonzero_K.max() - nonzero_K.min())
         message = (
-            f"features of x lie over {binades:.0f} binades: {lost:.0%} of the output comes from operands, and {unheard:.0%} of "
+            f"features of x lie over {binades:.0f} binades: {unheard:.0%} of them are more than {BINADES} under the largest, "
+            f"and {lost:.0%} of the output comes from features or weights that small"
         )
-        message += f"the features are, more than {BINADES} binades under the largest"
         return Found(message, {"binades": binades, "of_output": lost, "of_features": unheard}, Transform.RESCALE.value)
 
 

@@ -28,6 +28,8 @@ class GrowingBias:
         size = float(site.bias_N.square().mean().sqrt())
         if size < deviation or not deviation > 0:
             return None
-        message = f"the bias grows without converging (its norm went from {first:.3g} over {middle:.3g} to {last:.3g})"
-        message += f" and is {size / deviation:.3g} times what x moves the output by"
+        message = (
+            f"the bias grows without converging (its norm went from {first:.3g} over {middle:.3g} to {last:.3g}) and is "
+            f"{size / deviation:.3g} times what x moves the output by"
+        )
         return Found(message, {"bias_to_deviation": size / deviation, "growth_in_later_half": later / last}, "no_bias")

@@ -31,6 +31,6 @@ class StretchedRange:
             return None
         message = (
             f"the {site.activation_kind} behind it stretches the range: {share:.0%} of what {reader.name} reads is more than "
+            f"{BINADES} binades under the largest"
         )
-        message += f"{BINADES} binades under the largest"
         return Found(message, {"far_below_the_largest": share}, EXPONENTIAL[site.activation_kind])
