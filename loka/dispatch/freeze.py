@@ -82,14 +82,18 @@ class FrozenLinear(nn.Module):
         x_MK = input.reshape(-1, self.in_features)
         if self.weight is not None and not self.rows.take(x_MK.shape[0]):
             return F.linear(input, self.weight, self.bias)
-        device = input.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        if torch.is_autocast_enabled(input.device.type):
+            with torch.autocast(input.device.type, enabled=False):
+                y_MN = self._multiply(x_MK, torch.get_autocast_dtype(input.device.type))
+        else:
+            y_MN = self._multiply(x_MK, input.dtype)
+        return y_MN.reshape(*input.shape[:-1], self.out_features)
+
+    def _multiply(self, x_MK: Tensor, out_dtype: torch.dtype) -> Tensor:
         vectors = None if self.features is None else TransformVectors(self.features, self.shift)
         weight = Operand(self.codes, self.scale, self.out_features, self.in_features, self._form.spec)
-        with torch.autocast(device, enabled=False), torch.no_grad():
-            x_casts = self.executor.cast(TensorName.X, x_MK, (Role.FPROP,), vectors)
-            y_MN = self.executor.multiply(Role.FPROP, x_casts, {self._form: weight}, out_dtype, self.bias, vectors)
-        return y_MN.reshape(*input.shape[:-1], self.out_features)
+        x_casts = self.executor.cast(TensorName.X, x_MK, (Role.FPROP,), vectors)
+        return self.executor.multiply(Role.FPROP, x_casts, {self._form: weight}, out_dtype, self.bias, vectors)
 
     def extra_repr(self) -> str:
         dropped = "" if self.weight is not None else ", without its high-precision weight"

@@ -1,0 +1,147 @@
+"""Serving on the CPU by a plan: INT8 where it pays, beside the same model in fp32, in one process and in turns.
+
+    python benchmarks/plan_cpu.py
+
+Each model is trained for a while under a Probe, measured, planned for serving and frozen. Both run the same batch, one after
+the other, so that a busy machine slows them alike; what counts is the ratio of the medians, and the change of log-loss on
+held-out examples. The preset's layers are 128 wide, and most of its time is spent elsewhere; the others are as it is, with
+wider layers. Compiled, casts become part of the norms and activations around them.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from itertools import islice
+
+import torch
+
+import loka
+from loka.core.environment import current_command, current_environment
+from loka.core.plan import Plan
+from loka.core.results import markdown_table, write_results
+from loka.data.batch import Batch
+from loka.data.dataset import Dataset, open_dataset
+from loka.kernels.device import device_of
+from loka.models.recommender import Recommender
+from loka.models.registry import build_model
+from loka.train.config import TrainConfig
+from loka.train.loop import evaluate
+from loka.train.trainer import Trainer
+
+KERNELS = ("onednn.int8", "onednn.int8_tensorwise", "onednn.int8_dynamic")
+MODELS: dict[str, dict[str, tuple[int, ...]]] = {
+    "small": {},
+    "small, 512 wide": {"fmb_widths": (512, 512), "top_widths": (512, 256)},
+    "small, 1024 wide": {"fmb_widths": (1024, 1024), "top_widths": (1024, 512)},
+}
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--batch-size", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=60, help="of training under the Probe")
+    parser.add_argument("--repeats", type=int, default=25, help="timed passes of each model")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--out", default="benchmarks/results")
+    arguments = parser.parse_args()
+    rows = [measure_model(name, arguments.batch_size, arguments.steps, arguments.repeats) for name in arguments.models]
+    environment = current_environment(device_of(CPU))
+    for path in write_results(arguments.out, "plan-cpu", environment, current_command(), rows, tables(rows)):
+        print(f"wrote {path}")
+
+
+def measure_model(name: str, batch_size: int, steps: int, repeats: int) -> dict[str, object]:
+    torch.manual_seed(0)
+    data = open_dataset("synthetic", path=None, seed=0, device=CPU, test_examples=16 * batch_size)
+    model = build_model("wukong", "small", data.schema, **MODELS[name])
+    plan = planned(model, data, batch_size, steps)
+    model.eval().requires_grad_(False)  # as freeze leaves the other: torch multiplies some operands differently with gradients
+    fast = copy.deepcopy(model)
+    loka.apply_plan(fast.dense_part, plan)
+    loka.freeze(fast.dense_part)
+    high, low = (evaluate(one, data.test(batch_size)).log_loss for one in (model, fast))
+    batch = next(data.train(batch_size))
+    times = time_in_turns(model, fast, batch, repeats)
+    for one in (model, fast):
+        one.dense_part.compile(fullgraph=True)
+    compiled = time_in_turns(model, fast, batch, repeats)
+    low_sites = [site for site in plan.sites if site.is_low_precision]
+    errors = [choice.error.high for site in low_sites for choice in site.kernels.values() if choice.error]
+    row = {
+        "model": name,
+        "batch_size": batch_size,
+        "int8_sites": len(low_sites),
+        "sites": len(plan.sites),
+        "worst_error": max(errors, default=0.0),
+        "log_loss_change_percent": 100 * (low / high - 1),
+        **times,
+        **{f"compiled_{which}": value for which, value in compiled.items()},
+    }
+    print(row)
+    return row
+
+
+def planned(model: Recommender, data: Dataset, batch_size: int, steps: int) -> Plan:
+    """A plan for serving, from a short training run under the Probe."""
+    config = TrainConfig("wukong", steps=steps, batch_size=batch_size, warmup_steps=10, device="cpu", out=None)
+    trainer = Trainer(model, config)
+    probe = loka.Probe(model.dense_part, every=max(1, steps // 8))
+    for batch in islice(data.train(batch_size), steps):
+        with probe.step():
+            trainer.step(batch)
+    record = probe.record()
+    probe.detach()
+    return loka.make_plan(loka.measure(record, kernels=KERNELS, device="cpu"), goal="serving")
+
+
+@torch.no_grad()
+def time_in_turns(model: Recommender, fast: Recommender, batch: Batch, repeats: int) -> dict[str, float]:
+    """Median milliseconds of a pass, and the median of the ratios turn by turn: of the dense part, and of the whole model."""
+    inputs = (batch.dense_BD, *model.embeddings(batch))
+    calls: dict[str, Callable[[], object]] = {
+        "dense_fp32": lambda: model.dense_part(*inputs),
+        "dense_plan": lambda: fast.dense_part(*inputs),
+        "whole_fp32": lambda: model(batch),
+        "whole_plan": lambda: fast(batch),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 3):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if turn >= 3:  # the first turns compile and warm up
+                times[name].append(1e3 * (time.perf_counter() - start))
+    result = {f"{name}_ms": statistics.median(values) for name, values in times.items()}
+    for what in ("dense", "whole"):
+        pairs = zip(times[f"{what}_fp32"], times[f"{what}_plan"], strict=True)
+        result[f"{what}_speedup"] = statistics.median(high / plan for high, plan in pairs)
+    return result
+
+
+def tables(rows: list[dict[str, object]]) -> str:
+    def cell(row: dict[str, object], what: str) -> str:
+        return f"{row[f'{what}_fp32_ms']:.1f} → {row[f'{what}_plan_ms']:.1f} ms, **{row[f'{what}_speedup']:.2f}×**"
+
+    columns = {"dense, eager": "dense", "dense, compiled": "compiled_dense", "whole, compiled": "compiled_whole"}
+    table = [
+        [
+            f"{row['model']}",
+            f"{row['int8_sites']} of {row['sites']}",
+            f"{row['worst_error']:.3f}",
+            f"{row['log_loss_change_percent']:+.4f} %",
+            *(cell(row, what) for what in columns.values()),
+        ]
+        for row in rows
+    ]
+    note = (
+        f"\nfp32 → the plan at batch {rows[0]['batch_size']}: medians, and the median of the ratios turn by turn. "
+        "Worst error: mere_floored, upper end; the limit is 0.2.\n"
+    )
+    return markdown_table(["Wukong", "sites in INT8", "worst error", "log-loss", *columns], table) + note
+
+
+if __name__ == "__main__":
+    main()
