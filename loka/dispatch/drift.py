@@ -18,7 +18,7 @@ from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.executor import SiteExecutor
 from loka.kernels.transforms import TransformVectors, apply_to
-from loka.numerics.metrics import mere_floored
+from loka.numerics.metrics import FLOOR_AXIS, mere_floored
 from loka.numerics.scaling import dequantize, quantize
 
 
@@ -82,7 +82,7 @@ def predicted_errors(
             continue
         reference = exact[0] @ exact[1].t()
         error = _undone(site.transform, role, operands[0] @ operands[1].t() - changed[0] @ changed[1].t(), features_K)
-        errors[role] = mere_floored(reference + error, reference, per_column=role is Role.WGRAD)
+        errors[role] = mere_floored(reference + error, reference, axis=FLOOR_AXIS[role])
         if energy_K is not None and role is Role.FPROP:
             errors[role] = torch.maximum(errors[role], _feature_error(changed[0], operands[0], energy_K))
     return errors

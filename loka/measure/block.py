@@ -103,7 +103,7 @@ class Blocks:
                 got = _outputs(block, block.weight, tensors.x, tensors.dy)
             expected = _outputs(exact, exact.keywords["weight_NK"], tensors.x.double(), tensors.dy)
             for role, error in errors.items():
-                error.samples.add(measure_error(got[role], expected[role], per_column=role is Role.WGRAD))
+                error.samples.add(measure_error(got[role], expected[role], role))
         return errors
 
     def _time(self, shape: BlockShape, block: FusedBlock) -> dict[str, float]:

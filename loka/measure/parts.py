@@ -164,7 +164,7 @@ class SiteParts:
     def error(self, option: Option) -> ErrorReport:
         """wgrad's floor is by column: Adam normalizes its elements one by one."""
         assert self.tensors.bias is None, "the reference is of the product alone"
-        return measure_error(self.multiply(option), self.reference(option.role), per_column=option.role is Role.WGRAD)
+        return measure_error(self.multiply(option), self.reference(option.role), option.role)
 
     def transformed(self, name: TensorName, transform: Transform) -> Tensor:
         return apply_to(name, self.tensors.stored(name, 0), transform, self.vectors_of(transform, 0))

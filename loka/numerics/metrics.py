@@ -11,10 +11,14 @@ from torch import Tensor
 
 from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
+from loka.core.gemm import Role
 from loka.numerics.confidence import estimate_mean
 from loka.numerics.formats import decode, info
 from loka.numerics.scaling import Quantized, expand_scale
 
+# Each example counts, in its own output and in the gradient it sends on: floors by row. There an rms of all would let the few
+# rows of large gradients, the clicks, hide that those of all others are gone. Adam weighs each weight by itself: by column.
+FLOOR_AXIS = {Role.FPROP: 1, Role.DGRAD: 1, Role.WGRAD: 0}
 SILENCED = 0.9  # of a feature's values flushed, and it is as good as gone
 FLOOR = 0.1  # of rms(ref): below it a reference is too near zero for its relative error to say anything
 
@@ -25,10 +29,10 @@ def mere(out: Tensor, ref: Tensor) -> Tensor:
     return _ratio((out - ref).abs(), ref.abs()).mean()
 
 
-def mere_floored(out: Tensor, ref: Tensor, *, per_column: bool = False) -> Tensor:
-    """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), with an rms for each column of ``ref`` if ``per_column``."""
+def mere_floored(out: Tensor, ref: Tensor, *, axis: int | None = None) -> Tensor:
+    """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), the rms along ``axis``: 1 for each row, 0 for each column, or of all."""
     out, ref = _comparable(out, ref)
-    rms = ref.square().mean(dim=0 if per_column else None).sqrt()
+    rms = ref.square().mean(dim=axis, keepdim=axis is not None).sqrt()
     return _ratio((out - ref).abs(), torch.maximum(ref.abs(), FLOOR * rms)).mean()
 
 
@@ -82,9 +86,10 @@ class ErrorReport:
 METRICS = tuple(field.name for field in fields(ErrorReport))
 
 
-def measure_error(out: Tensor, ref: Tensor, per_column: bool = False) -> ErrorReport:
-    """Every metric of one output; waits for the device once."""
-    metrics = (mere(out, ref), mere_floored(out, ref, per_column=per_column), relative_rms(out, ref), sqnr_db(out, ref))
+def measure_error(out: Tensor, ref: Tensor, role: Role | None = None) -> ErrorReport:
+    """Every metric of one output, floored as ``role`` asks for; waits for the device once."""
+    floored = mere_floored(out, ref, axis=None if role is None else FLOOR_AXIS[role])
+    metrics = (mere(out, ref), floored, relative_rms(out, ref), sqnr_db(out, ref))
     return ErrorReport(*torch.stack(metrics).tolist())
 
 

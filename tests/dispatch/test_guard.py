@@ -123,9 +123,9 @@ def test_predicted_errors_are_those_of_the_executor() -> None:
     assert x.grad is not None
     assert module.weight.grad is not None
     expected = {
-        Role.FPROP: mere_floored(y.detach(), x.detach() @ w.t()),
-        Role.DGRAD: mere_floored(x.grad, dy @ w),
-        Role.WGRAD: mere_floored(module.weight.grad, dy.t() @ x.detach(), per_column=True),
+        Role.FPROP: mere_floored(y.detach(), x.detach() @ w.t(), axis=1),
+        Role.DGRAD: mere_floored(x.grad, dy @ w, axis=1),
+        Role.WGRAD: mere_floored(module.weight.grad, dy.t() @ x.detach(), axis=0),
     }
     assert {role: float(error) for role, error in errors.items()} == pytest.approx(
         {role: float(error) for role, error in expected.items()}, rel=1e-3

@@ -16,7 +16,7 @@ from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, OperandSpec
-from loka.numerics.metrics import mere_floored, relative_rms
+from loka.numerics.metrics import FLOOR_AXIS, mere_floored, relative_rms
 
 ROWWISE, TENSORWISE = SiteKernels.same("reference.rowwise"), SiteKernels.same("reference.tensorwise")
 PLANTED = [cancelling_mean(), compensated_range()]
@@ -49,7 +49,7 @@ def errors(site: PlantedSite, kernels: SiteKernels, *transform: Any) -> dict[Rol
     return {
         role: (
             relative_rms(got[role], reference).item(),
-            mere_floored(got[role], reference, per_column=role is Role.WGRAD).item(),
+            mere_floored(got[role], reference, axis=FLOOR_AXIS[role]).item(),
         )
         for role, reference in exact(site).items()
     }

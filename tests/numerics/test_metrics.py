@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
 from loka.core.recipe import Format, Scaling
 from loka.numerics.metrics import (
     ErrorReport,
@@ -39,12 +40,15 @@ def test_each_metric_by_hand():
     assert float(mere(out[:, :1], ref[:, :1])) == pytest.approx((0.1 + 1.0) / 2, rel=1e-6)
 
 
-def test_per_column_floors_each_column_at_its_own_rms():
+def test_each_column_or_row_is_floored_at_its_own_rms():
     ref = torch.tensor([[100.0, 0.01], [100.0, 0.01]])
     out = torch.tensor([[100.0, 0.02], [100.0, 0.01]])  # wrong by 100 %, where the whole tensor's floor would hide it
-    assert float(mere_floored(out, ref, per_column=True)) == pytest.approx(0.25, rel=1e-6)
-    assert float(mere_floored(out, ref)) < 0.001
-    assert measure_error(out, ref, per_column=True).mere_floored == pytest.approx(0.25, rel=1e-6)
+    assert float(mere_floored(out, ref, axis=0)) == pytest.approx(0.25, rel=1e-6)
+    assert float(mere_floored(out.t(), ref.t(), axis=1)) == pytest.approx(0.25, rel=1e-6)
+    assert float(mere_floored(out, ref)) == float(mere_floored(out.t(), ref.t())) < 0.001
+    assert measure_error(out, ref, Role.WGRAD).mere_floored == pytest.approx(0.25, rel=1e-6)
+    for role in (Role.FPROP, Role.DGRAD):
+        assert measure_error(out.t(), ref.t(), role).mere_floored == pytest.approx(0.25, rel=1e-6)
 
 
 def test_differences_that_fp32_would_round_away_are_seen():
