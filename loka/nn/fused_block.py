@@ -1,4 +1,4 @@
-"""Linear → BlockNorm → activation as one module that runs on the fused FP8 kernels, alone or in a chain.
+"""Linear → BlockNorm → activation, or without the norm, as one module on the fused FP8 kernels, alone or in a chain.
 
 Where the kernels cannot run (see ``why_reference``) the same module computes the same in high precision.
 """

@@ -76,6 +76,7 @@ def _forward(
             codes=index < last,
             transposed=index < last and needs.weights[index + 1],
             saved=needs.in_front_of(index + 1),
+            bias_learns=needs.biases[index],
         )  # fmt: skip
         saved.append(result.saved)
         outputs[index], x = result.y_MN, result.codes

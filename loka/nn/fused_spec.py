@@ -25,15 +25,19 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """activation(norm(x·wᵀ + b)) of ``in_features`` features."""
+    """activation(norm(x·wᵀ + b)) of ``in_features`` features, or without a norm."""
 
     in_features: int
-    norm: NormSpec
+    norm: NormSpec | None
     activation: str
 
     @property
-    def blocks(self) -> NormBlocks:
-        return self.norm.blocks
+    def blocks(self) -> NormBlocks | None:
+        return None if self.norm is None else self.norm.blocks
+
+    @property
+    def eps(self) -> float:
+        return 0.0 if self.norm is None else self.norm.eps
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,8 @@ class ChainSpec:
         return 1.0 if norm is None else norm.blocks.code_scale
 
 
-def norm_spec(norm: nn.Module | None) -> NormSpec | str:
+def norm_spec(norm: nn.Module) -> NormSpec | str:
     """The norm as the kernels see it, or why they do not compute it."""
-    if norm is None:
-        return "has no norm behind it: without its bound the scale of an 8-bit output is not a constant"
     if type(norm) is not BlockNorm:
         return f"{type(norm).__name__} is no BlockNorm, whose statistics lie in one tile: apply the Mod block_norm"
     if norm.sizes[0] > WIDEST_TILE:
@@ -63,7 +65,7 @@ def norm_spec(norm: nn.Module | None) -> NormSpec | str:
 
 def block_spec(in_features: int, norm: nn.Module | None, activation: nn.Module | None) -> BlockSpec | str:
     """The block as the kernels see it, or why they do not compute it."""
-    spec = norm_spec(norm)
+    spec = None if norm is None else norm_spec(norm)
     if isinstance(spec, str):
         return spec
     kind = _ACTIVATIONS.get(type(activation))

@@ -2,8 +2,9 @@
 
 Axes:  M rows of the batch,  K features into the block,  N out of it,  B norm blocks.
 
-Codes are e4m3. Forward saves the codes of what the norm returned, and of the input transposed, as wgrad reads it. Behind a
-norm their scale is a constant; an input from elsewhere is cast with a scale a row.
+Codes are e4m3. Behind a norm their scale is a constant; an input from elsewhere, a block without a norm among it, is cast with
+a scale a row. Forward saves the codes of the input transposed, as wgrad reads it, and what the gradient of norm and
+activation is made from (see ``_saved_dtype``).
 """
 
 from typing import NamedTuple
@@ -13,13 +14,7 @@ from torch import Tensor
 
 from loka.core.recipe import Scaling
 from loka.kernels.operand import padded_size
-from loka.kernels.triton.block import (
-    BlockOutputs,
-    Wanted,
-    block_forward,
-    norm_backward,
-    norm_forward,
-)
+from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, epilogue_backward, norm_forward
 from loka.kernels.triton.casts import Target, cast_matrix, write_codes
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.tiles import NormBlocks, is_promoted
@@ -48,7 +43,7 @@ class InputCodes(NamedTuple):
 class SavedBlock(NamedTuple):
     """What backward needs of a block; empty where it needs nothing."""
 
-    normed_MN: Tensor
+    u_MN: Tensor
     rstd_BM: Tensor
     x_codes_KM: Tensor
     x_scale_K: Tensor | None
@@ -57,7 +52,7 @@ class SavedBlock(NamedTuple):
 class SavedNorm(NamedTuple):
     """What backward needs of a norm that stands alone."""
 
-    normed_MN: Tensor
+    u_MN: Tensor
     rstd_BM: Tensor
 
 
@@ -101,28 +96,36 @@ def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:
 
 def norm_input(x_MK: Tensor, norm: NormSpec, *, transposed: bool, saved: bool) -> tuple[InputCodes, SavedNorm]:
     """How a matrix enters a block through a norm that stands alone."""
-    wanted = _wanted("none", codes=True, transposed=transposed, saved=saved)
+    # Its codes are those of u: they are written once.
+    wanted = Wanted(codes=not saved, transposed=transposed, saved=CODES_DTYPE if saved else None)
     out = norm_forward(x_MK, norm.blocks, norm.eps, "none", wanted)
-    return _handed_on(out, wanted, norm.blocks), SavedNorm(out.normed_MN, out.rstd_BM)
+    return _handed_on(out, wanted, norm.blocks), SavedNorm(out.u_MN, out.rstd_BM)
 
 
 def norm_input_backward(dx_MN: Tensor, norm: NormSpec, saved: SavedNorm) -> Tensor:
-    return norm_backward(dx_MN, saved.normed_MN, saved.rstd_BM, norm.blocks, "none", bias=False).dz_MN
+    return epilogue_backward(dx_MN, saved.u_MN, saved.rstd_BM, norm.blocks, "none", bias=False).dz_MN
 
 
 def forward_block(
-    spec: BlockSpec, x: InputCodes, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None,
-    *, high: torch.dtype | None = None, codes: bool = False, transposed: bool = False, saved: bool = False,
+    spec: BlockSpec, x: InputCodes, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None, *,
+    high: torch.dtype | None = None, codes: bool = False, transposed: bool = False, saved: bool = False,
+    bias_learns: bool = False,
 ) -> ForwardResult:  # fmt: skip
-    """The block in the forms asked for: ``high`` precision, ``codes``, ``transposed`` ones, and what backward needs."""
-    wanted = _wanted(spec.activation, high=high, codes=codes, transposed=transposed, saved=saved)
+    """The block in the forms asked for: ``high`` precision, ``codes``, ``transposed`` ones, and what backward needs, which
+    is more where the bias learns."""
+    saved_dtype = _saved_dtype(spec, bias_learns) if saved else None
+    if spec.norm is None:
+        wanted = Wanted(high or torch.bfloat16, saved=saved_dtype, amax=transposed)
+    else:  # without an activation the codes of y are those of u: they are written once
+        is_u = spec.activation == "none" and saved_dtype is CODES_DTYPE
+        wanted = Wanted(high, codes and not is_u, transposed, saved_dtype)
     out = block_forward(
         x.codes_MK, x.scale_M, x.factor, codes_NK, scale_N, bias_N,
-        x.codes_MK.shape[0], spec.in_features, spec.blocks, spec.norm.eps, spec.activation, wanted,
+        x.codes_MK.shape[0], spec.in_features, spec.blocks, spec.eps, spec.activation, wanted,
     )  # fmt: skip
-    return ForwardResult(
-        out.y_MN, _handed_on(out, wanted, spec.blocks), SavedBlock(out.normed_MN, out.rstd_BM, x.codes_KM, x.scale_K)
-    )
+    handed_on = _cast_y(out, codes, transposed) if spec.blocks is None else _handed_on(out, wanted, spec.blocks)
+    u_MN = out.y_MN if saved and spec.norm is None and spec.activation == "relu" else out.u_MN
+    return ForwardResult(out.y_MN, handed_on, SavedBlock(u_MN, out.rstd_BM, x.codes_KM, x.scale_K))
 
 
 def backward_block(
@@ -130,8 +133,8 @@ def backward_block(
     *, needs: GradientNeeds, x_dtype: torch.dtype, weight_dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
     """The gradients asked for; the bias's is float32. ``x_factor`` is the constant part of the input's scale."""
-    m, n, k = dy_MN.shape[0], spec.blocks.features, spec.in_features
-    dz = norm_backward(dy_MN, saved.normed_MN, saved.rstd_BM, spec.blocks, spec.activation, bias=needs.bias)
+    (m, n), k = dy_MN.shape, spec.in_features
+    dz = epilogue_backward(dy_MN, saved.u_MN, saved.rstd_BM, spec.blocks, spec.activation, bias=needs.bias)
     codes_MN, scale_M, codes_NM, scale_N = cast_matrix(
         dz.dz_MN, _rowwise(m, n) if needs.x else Target.none(), _rowwise(n, m) if needs.weight else Target.none(), dz.amax
     )
@@ -157,15 +160,33 @@ def _product(
     return gemm(a_codes, b_codes, a_scale, b_scale, m, n, k, out_dtype=out_dtype, promoted=is_promoted(k), b_factor=b_factor)
 
 
-def _wanted(activation: str, *, codes: bool, transposed: bool, saved: bool, high: torch.dtype | None = None) -> Wanted:
-    """Without an activation the codes of y are those of the normed values that are saved: they are written once."""
-    return Wanted(high, codes and not (saved and activation == "none"), transposed, saved)
+def _saved_dtype(spec: BlockSpec, bias_learns: bool) -> torch.dtype | None:
+    """How u is saved; None where backward needs none of it.
+
+    Behind a norm codes are exact enough for dgrad and wgrad, whose operands are rounded to codes anyway. The gradient of a
+    bias sums dz as it is, and would have an error a third larger: there u is bf16. Without a norm only the activation's
+    slope is needed: relu's is in y too, and hard-swish's in a u of any size, which has no constant scale.
+    """
+    if spec.norm is not None:
+        return torch.bfloat16 if bias_learns else CODES_DTYPE
+    return torch.bfloat16 if spec.activation == "hard_swish" else None
 
 
 def _handed_on(out: BlockOutputs, wanted: Wanted, blocks: NormBlocks) -> InputCodes:
-    codes_MN = out.codes_MN if wanted.codes else out.normed_MN
+    """The codes that a norm's bound let the kernel write."""
+    codes_MN = out.codes_MN if wanted.codes else out.u_MN
     codes_NM = out.codes_NM[:, : codes_MN.shape[0]] if wanted.transposed else out.codes_NM  # behind lies what nobody may read
     return InputCodes(codes_MN, None, codes_NM, None, blocks.code_scale)
+
+
+def _cast_y(out: BlockOutputs, codes: bool, transposed: bool) -> InputCodes:
+    """y with a scale a row. Both orders take one read, for the kernel that wrote y has seen its amaxes; one order takes one
+    read anyway."""
+    if not codes:
+        return InputCodes(out.codes_MN, None, out.codes_NM, None, factor=1.0)
+    m, n = out.y_MN.shape
+    trans, amax = (_rowwise(n, m), out.amax) if transposed else (Target.none(), None)
+    return InputCodes(*cast_matrix(out.y_MN, _rowwise(m, n), trans, amax), factor=1.0)
 
 
 def _rowwise(outer: int, contraction: int) -> Target:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import padded_size
-from loka.kernels.triton.block import BlockOutputs, NormGradient, Wanted
+from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, EpilogueGradient, Wanted
 from loka.kernels.triton.casts import NOT_WRITTEN, Target
 from loka.kernels.triton.tiles import NormBlocks
 from loka.nn.block_norm import block_sizes
@@ -22,43 +22,54 @@ ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    for op in (block_forward, norm_forward, norm_backward, gemm, cast_matrix, write_codes):
+    for op in (block_forward, norm_forward, epilogue_backward, gemm, cast_matrix, write_codes):
         monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
 
 def block_forward(
     x_MK: Tensor, x_scale_M: Tensor | None, x_factor: float, w_NK: Tensor, w_scale_N: Tensor, bias_N: Tensor | None,
-    m: int, k: int, blocks: NormBlocks, eps: float, activation: str, wanted: Wanted,
+    m: int, k: int, blocks: NormBlocks | None, eps: float, activation: str, wanted: Wanted,
 ) -> BlockOutputs:  # fmt: skip
     assert x_MK.shape[1] % 16 == 0
     x = x_MK[:m, :k].float() * x_factor * (1.0 if x_scale_M is None else x_scale_M.reshape(m, 1))
     z_MN = x @ (w_NK[:, :k].float() * w_scale_N.reshape(-1, 1)).t()
-    return norm_forward(z_MN if bias_N is None else z_MN + bias_N, blocks, eps, activation, wanted)
+    z_MN = z_MN if bias_N is None else z_MN + bias_N
+    if blocks is None:
+        assert wanted.forms == 1 + (wanted.saved is not None)  # no codes
+        return _written(z_MN, z_MN.new_empty(0), 1.0, activation, wanted)
+    return norm_forward(z_MN, blocks, eps, activation, wanted)
 
 
 def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, wanted: Wanted) -> BlockOutputs:
     parts = z_MN.float().split(block_sizes(blocks.features, blocks.block), 1)
     rstd_BM = torch.stack([(part.square().mean(1) + eps).rsqrt() for part in parts])
     u_MN = torch.cat([part * rstd[:, None] for part, rstd in zip(parts, rstd_BM, strict=True)], 1)
+    return _written(u_MN, rstd_BM, blocks.code_scale, activation, wanted)
+
+
+def _written(u_MN: Tensor, rstd_BM: Tensor, code_scale: float, activation: str, wanted: Wanted) -> BlockOutputs:
+    """The forms wanted, without the amaxes, which nothing here reads."""
     y_MN = ACTIVATE[activation](u_MN)
-    codes, normed = (encode(tensor / blocks.code_scale, Format.E4M3) for tensor in (y_MN, u_MN))
-    nothing = z_MN.new_empty(0, dtype=torch.float8_e4m3fn)
+    codes, u_codes = (encode(tensor / code_scale, Format.E4M3) for tensor in (y_MN, u_MN))
+    nothing = u_MN.new_empty(0, dtype=CODES_DTYPE)
+    u = u_codes if wanted.saved is CODES_DTYPE else u_MN.to(wanted.saved or u_MN.dtype)
     return BlockOutputs(
-        z_MN.new_empty(0) if wanted.high is None else y_MN.to(wanted.high),
+        u_MN.new_empty(0) if wanted.high is None else y_MN.to(wanted.high),
         _padded(codes) if wanted.codes else nothing,
         _padded(codes.t()) if wanted.transposed else nothing,
-        _padded(normed) if wanted.saved else nothing,
-        rstd_BM if wanted.saved else z_MN.new_empty(0),
+        _padded(u) if wanted.saved else nothing,
+        rstd_BM if wanted.saved else u_MN.new_empty(0),
+        u_MN.new_empty(0, dtype=torch.int32),
     )
 
 
-def norm_backward(
-    dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str, *, bias: bool
-) -> NormGradient:
+def epilogue_backward(
+    dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks | None, activation: str, *, bias: bool
+) -> EpilogueGradient:
     """Without the amaxes, which nothing here reads."""
-    dz_MN = _gradient(dy_MN, normed_MN, rstd_BM, blocks, activation)
-    return NormGradient(dz_MN.to(dy_MN.dtype), dz_MN.new_empty(0, dtype=torch.int32), dz_MN.sum(0))
+    dz_MN = _gradient(dy_MN, u_MN, rstd_BM, blocks, activation)
+    return EpilogueGradient(dz_MN.to(dy_MN.dtype), None, dz_MN.sum(0))
 
 
 def gemm(
@@ -86,16 +97,25 @@ def write_codes(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Te
         held.copy_(made)
 
 
-def _gradient(dy_MN: Tensor, normed_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks, activation: str) -> Tensor:
-    n, sizes = blocks.features, block_sizes(blocks.features, blocks.block)
-    u_MN = normed_MN[:, :n].float() * blocks.code_scale
+def _gradient(dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks | None, activation: str) -> Tensor:
+    if blocks is None and activation == "none":
+        return dy_MN.float()
+    n = dy_MN.shape[1]
+    u_MN = u_MN[:, :n].float() * (blocks.code_scale if blocks and u_MN.dtype is CODES_DTYPE else 1.0)
     slope = {"none": torch.ones_like(u_MN), "relu": (u_MN > 0).float()}.get(
         activation, torch.where(u_MN <= -3, 0, torch.where(u_MN >= 3, 1, u_MN / 3 + 0.5))
     )
-    parts = zip((dy_MN.float() * slope).split(sizes, 1), u_MN.split(sizes, 1), rstd_BM, strict=True)
+    g_MN = dy_MN.float() * slope
+    if blocks is None:
+        return g_MN
+    sizes = block_sizes(n, blocks.block)
+    parts = zip(g_MN.split(sizes, 1), u_MN.split(sizes, 1), rstd_BM, strict=True)
     return torch.cat([rstd[:, None] * (g - u * (g * u).mean(1, keepdim=True)) for g, u, rstd in parts], 1)
 
 
-def _padded(codes: Tensor) -> Tensor:
-    missing = padded_size(codes.shape[1], 16) - codes.shape[1]
-    return F.pad(codes.contiguous().view(torch.uint8), (0, missing), value=0x7F).view(torch.float8_e4m3fn)
+def _padded(stored: Tensor) -> Tensor:
+    """NaN behind what may be read, up to a multiple of 16 columns."""
+    missing = padded_size(stored.shape[1], 16) - stored.shape[1]
+    if stored.dtype is not CODES_DTYPE:
+        return F.pad(stored, (0, missing), value=float("nan"))
+    return F.pad(stored.contiguous().view(torch.uint8), (0, missing), value=0x7F).view(CODES_DTYPE)

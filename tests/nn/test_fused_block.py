@@ -20,14 +20,14 @@ from loka.numerics.metrics import relative_rms
 from loka.numerics.scaling import dequantize, quantize
 
 ACTIVATIONS = {"hard_swish": nn.Hardswish, "relu": nn.ReLU, "none": nn.Identity}
-# The gradient of a bias sums dz without rounding it, so the rounding of what the norm returned, which dz is made from, is
-# all of the difference there; behind a product it drowns in that of the operands.
-MOST = {"y": 1.2, "x": 1.2, "weight": 1.2, "bias": 1.4}
-ROUNDING = 2e-3  # of outputs in bf16, beside FP8's 0.03
+MOST = 1.2  # times the error of casting separately
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2e-3}  # of outputs, beside FP8's 0.03
 
 
-def make_block(k: int, n: int, *, bias: bool = True, activation: str = "hard_swish", block: int = 256) -> FusedBlock:
-    return FusedBlock.from_modules(nn.Linear(k, n, bias), loka.BlockNorm(n, block), ACTIVATIONS[activation]())
+def make_block(k: int, n: int, *, bias: bool = True, activation: str = "hard_swish", block: int | None = 256) -> FusedBlock:
+    """``block`` is the norm's; None for a block without a norm."""
+    norm = None if block is None else loka.BlockNorm(n, block)
+    return FusedBlock.from_modules(nn.Linear(k, n, bias), norm, ACTIVATIONS[activation]())
 
 
 def cast_apart(x: Tensor) -> Tensor:
@@ -49,9 +49,10 @@ class SeparateLinear(torch.autograd.Function):
         return cast_apart(dz) @ cast_apart(w.t()).t(), cast_apart(dz.t()) @ cast_apart(x.t()).t()
 
 
-def separate_block(x: Tensor, w: Tensor, b: Tensor | None, norm: nn.Module, activation: nn.Module) -> Tensor:
+def separate_block(x: Tensor, w: Tensor, b: Tensor | None, norm: nn.Module | None, activation: nn.Module) -> Tensor:
     z = SeparateLinear.apply(x, w)
-    return activation(norm(z if b is None else z + b))
+    z = z if b is None else z + b
+    return activation(z if norm is None else norm(z))
 
 
 def run_by_hand(how: Callable[..., Tensor], chain: FusedChain, x: Tensor, dys: list[Tensor]) -> dict[str, Tensor]:
@@ -95,22 +96,26 @@ def check(chain: FusedChain, m: int, device: torch.device, dtype: torch.dtype = 
     assert {name: value.dtype for name, value in fused.items()} == dict.fromkeys(exact, dtype)
     for name, value in fused.items():
         error, apart = (float(relative_rms(got, exact[name])) for got in (value, separate[name]))
-        most = MOST[name.rpartition(".")[2]] * apart + slack + (ROUNDING if dtype is torch.bfloat16 else 0.0)
+        most = MOST * apart + slack + ROUNDING[dtype]
         assert error <= most, f"{name}: error {error:.4f}, and {apart:.4f} if cast separately"
 
 
+@pytest.mark.parametrize("block", [256, None], ids=["norm", "no norm"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("m", "k", "n"), [(150, 100, 257), (128, 64, 512)])
-def test_error_is_that_of_casting_separately(fused_on: torch.device, m: int, k: int, n: int, activation: str) -> None:
+def test_error_is_that_of_casting_separately(
+    fused_on: torch.device, m: int, k: int, n: int, activation: str, block: int | None
+) -> None:
     torch.manual_seed(m)
-    check(FusedChain([make_block(k, n, activation=activation)]), m, fused_on)
+    check(FusedChain([make_block(k, n, activation=activation, block=block)]), m, fused_on)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block", [256, None], ids=["norm", "no norm"])
 @pytest.mark.parametrize(("m", "k", "n"), [(2048, 256, 768), (6144, 1024, 1024), (2048, 4096, 1000)])
-def test_error_at_the_sizes_of_models(m: int, k: int, n: int) -> None:
+def test_error_at_the_sizes_of_models(m: int, k: int, n: int, block: int | None) -> None:
     torch.manual_seed(0)
-    check(FusedChain([make_block(k, n)]), m, torch.device("cuda"), torch.bfloat16)
+    check(FusedChain([make_block(k, n, block=block)]), m, torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("entry", [False, True])
@@ -122,37 +127,55 @@ def test_chains_hand_on_fp8(fused_on: torch.device, entry: bool, dtype: torch.dt
     check(chain, 100, fused_on, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norms", [(None, None, None), (256, None, 256), (None, 256, None)], ids=str)
+def test_chains_go_on_where_a_norm_is_missing(
+    fused_on: torch.device, norms: tuple[int | None, ...], dtype: torch.dtype
+) -> None:
+    """A block without a norm is handed codes of one constant scale, or hands on codes with a scale a row, or both."""
+    torch.manual_seed(1)
+    layers = ((90, 300, "relu"), (300, 64, "hard_swish"), (64, 96, "none"))
+    blocks = [
+        make_block(k, n, activation=activation, block=block) for (k, n, activation), block in zip(layers, norms, strict=True)
+    ]
+    check(FusedChain(blocks, outputs=(0, 2)), 300, fused_on, dtype)
+
+
 @settings(max_examples=40)
 @given(
     m=st.integers(1, 140),
     k=st.integers(16, 150),
     n=st.integers(16, 300),
-    block=st.sampled_from([16, 100, 256]),
+    block=st.sampled_from([None, 16, 100, 256]),
     activation=st.sampled_from(["hard_swish", "none"]),
     bias=st.booleans(),
     entry=st.booleans(),
 )
 def test_any_shape(
-    emulated: torch.device, m: int, k: int, n: int, block: int, activation: str, bias: bool, entry: bool
+    emulated: torch.device, m: int, k: int, n: int, block: int | None, activation: str, bias: bool, entry: bool
 ) -> None:
     """Relu is left out: where its mask flips, a handful of rows differs by more than any number of them on average."""
     torch.manual_seed(m + k + n)
-    norm = loka.BlockNorm(k, block) if entry else None
+    norm = loka.BlockNorm(k, block or 256) if entry else None
     check(FusedChain([make_block(k, n, bias=bias, activation=activation, block=block)], entry=norm), m, emulated, slack=0.06)
 
 
-def test_kernels_compute_what_their_emulation_does(kernels_on: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("norms", [(32, 256), (None, None), (None, 32), (256, None)], ids=str)
+def test_kernels_compute_what_their_emulation_does(
+    kernels_on: torch.device, norms: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At one small shape with tails everywhere; the kernels' own tests range over shapes."""
     torch.manual_seed(0)
-    blocks = [make_block(20, 40, activation="relu", block=32), make_block(40, 17)]
+    blocks = [make_block(20, 40, activation="relu", block=norms[0]), make_block(40, 17, block=norms[1])]
     chain = FusedChain(blocks, entry=loka.BlockNorm(20), outputs=(0, 1)).to(kernels_on)
     x, *dys = (torch.randn(21, size, device=kernels_on) for size in (20, 40, 17))
     by_kernels = run_fused(chain, x, dys)
     emulate(monkeypatch)
     loka.refresh(chain)
     for name, value in run_fused(chain, x, dys).items():
-        # A sum that falls on the other side of a tie is rounded to the neighbouring code.
-        assert relative_rms(by_kernels[name], value) < 0.01, name
+        # A sum that falls on the other side of a tie is rounded to the neighbouring code, and on a CPU Triton's interpreter
+        # cuts bf16 off instead of rounding it, so that more of them do.
+        assert relative_rms(by_kernels[name], value) < (0.03 if kernels_on.type == "cpu" else 0.01), name
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 1, 33), (2, 17, 1)])
@@ -196,11 +219,11 @@ def _changed(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 BREAKS = {
     "norm": ("block_forward", _changed(arg9=lambda eps: eps + 0.5)),
-    "norm's gradient": ("norm_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
+    "norm's gradient": ("epilogue_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
     "entry's norm": ("norm_forward", _changed(arg0=lambda x: x[:, :1] * x)),
     "entry's gradient": ("norm_input_backward", _changed(result=lambda dx: dx * 1.5)),
     "activation": ("block_forward", _changed(arg10=lambda activation: "relu")),
-    "activation's gradient": ("norm_backward", _changed(arg4=lambda activation: "none")),
+    "activation's gradient": ("epilogue_backward", _changed(arg4=lambda activation: "none")),
     "scale of the input": ("block_forward", _changed(arg2=lambda factor: factor * 1.5)),
     "scale of the weight": ("block_forward", _changed(arg4=lambda scale_N: scale_N.mean().expand_as(scale_N).contiguous())),
     "scale in wgrad": ("backward_block", _changed(arg3=lambda factor: factor * 1.2)),

@@ -4,6 +4,8 @@ Axes:  M rows of the batch,  N features, of which a program holds one whole norm
 
     z = x·wᵀ + b        y = activation(u),  u = z·rstd,  rstd = (mean z² + ε)^−½  over the block
     g = dy·activation′(u)        dz = rstd·(g − u·mean(g·u))
+
+Without a norm u = z and dz = g, and a block is as many features as a tile has columns.
 """
 
 import triton
@@ -19,14 +21,16 @@ from loka.kernels.triton.gemm_kernels import contract, tile_of
 
 
 @triton.jit
-def _columns(block, WIDTH: tl.constexpr, WIDER: tl.constexpr, COLS: tl.constexpr):
-    """A norm block's first feature, its features, which of them are there, and how many.
+def _columns(block, n, NORM: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, COLS: tl.constexpr):
+    """A block's first feature, its features, which of them are there, and how many.
 
     The first WIDER blocks have one feature more than WIDTH. Both are constants of the compiler's, which then knows how far
-    addresses are aligned.
+    addresses are aligned. Norm blocks fill the features; without a norm the last one may reach past them.
     """
     offset = tl.arange(0, COLS)
-    if WIDER == 0:
+    if not NORM:
+        return block * WIDTH, block * WIDTH + offset, block * WIDTH + offset < n, WIDTH
+    elif WIDER == 0:
         return block * WIDTH, block * WIDTH + offset, offset < WIDTH, WIDTH
     else:
         size = WIDTH + (block < WIDER).to(tl.int32)
@@ -49,8 +53,8 @@ def _activate(u, ACTIVATION: tl.constexpr):
 def _slope(u, ACTIVATION: tl.constexpr):
     """The derivative of the activation; at a kink, torch's choice."""
     if ACTIVATION == "hard_swish":
-        slope = tl.where(u <= 3.0, u * (1.0 / 3.0) + 0.5, 1.0)
-        return tl.where(u < -3.0, 0.0, slope)
+        slope = tl.where(u < 3.0, u * (1.0 / 3.0) + 0.5, 1.0)
+        return tl.where(u <= -3.0, 0.0, slope)
     elif ACTIVATION == "relu":
         return tl.where(u > 0.0, 1.0, 0.0)
     else:
@@ -59,26 +63,40 @@ def _slope(u, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _normalize_and_store(
+def _finish_and_store(
     z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-    y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
-    ACTIVATION: tl.constexpr, HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
+    y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, amax_ptr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr, AMAX: tl.constexpr,
 ):  # fmt: skip
     """Norm and activation of z (0 outside the block), written in every form asked for.
 
-    HIGH is y in high precision; CODES its e4m3 codes and CODES_T their transpose; SAVED what backward needs: the codes of
-    u, and rstd (blocks × M). All codes have one constant scale, 1/``codes_per_unit``.
+    HIGH is y in high precision, AMAX the amaxes of its rows and then columns, raised from 0; CODES are its e4m3 codes and
+    CODES_T their transpose; SAVED is what backward needs: u, as codes or wider, and rstd (blocks × M). All codes have one
+    constant scale, 1/``codes_per_unit``, which only a norm's bound makes possible.
     """
-    rstd_M = 1.0 / tl.sqrt(tl.sum(z_MN * z_MN, axis=1) / size + eps)
-    u_MN = z_MN * rstd_M[:, None]
     row = index_M.to(tl.int64)
     stored = (index_M < m)[:, None] & inside_N[None, :]
+    u_MN = z_MN
+    if NORM:
+        rstd_M = 1.0 / tl.sqrt(tl.sum(z_MN * z_MN, axis=1) / size + eps)
+        u_MN = z_MN * rstd_M[:, None]
+        if SAVED:
+            tl.store(rstd_ptr + block * m + index_M, rstd_M, mask=index_M < m)
     if SAVED:
-        tl.store(normed_ptr + row[:, None] * codes_stride + index_N[None, :], to_e4m3(u_MN * codes_per_unit), mask=stored)
-        tl.store(rstd_ptr + block * m + index_M, rstd_M, mask=index_M < m)
+        if u_ptr.dtype.element_ty == tl.float8e4nv:
+            saved_MN = to_e4m3(u_MN * codes_per_unit)
+        else:
+            saved_MN = u_MN.to(u_ptr.dtype.element_ty)
+        tl.store(u_ptr + row[:, None] * codes_stride + index_N[None, :], saved_MN, mask=stored)
     y_MN = _activate(u_MN, ACTIVATION)
     if HIGH:
-        tl.store(y_ptr + row[:, None] * n + index_N[None, :], y_MN.to(y_ptr.dtype.element_ty), mask=stored)
+        high_MN = y_MN.to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row[:, None] * n + index_N[None, :], high_MN, mask=stored)
+        if AMAX:
+            bits_MN = tl.where(stored, magnitude(high_MN), 0)  # past the batch lies the bias alone
+            tl.atomic_max(amax_ptr + index_M, tl.max(bits_MN, axis=1), mask=index_M < m, sem="relaxed")
+            tl.atomic_max(amax_ptr + m + index_N, tl.max(bits_MN, axis=0), mask=inside_N, sem="relaxed")
     if CODES or CODES_T:
         codes_MN = to_e4m3(y_MN * codes_per_unit)
         if CODES:
@@ -91,13 +109,13 @@ def _normalize_and_store(
 
 @triton.jit
 def _product(
-    tile, x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, k, blocks, x_factor,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, DEPTH: tl.constexpr,
+    tile, x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, n, k, blocks, x_factor,
+    NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, DEPTH: tl.constexpr,
     PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """z of one tile (0 outside its norm block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
+    """z of one tile (0 outside its block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
     tile_m, block = tile_of(tile, tl.cdiv(m, ROWS), blocks)
-    first_n, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
+    first_n, index_N, inside_N, size = _columns(block, n, NORM, WIDTH, WIDER, COLS)
     sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED)
     if STARTS_NEXT:
         let_next_kernel_start()
@@ -114,13 +132,14 @@ def _product(
 @triton.jit
 def block_forward_kernel(
     x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr,
-    y_ptr, codes_ptr, codes_t_ptr, normed_ptr, rstd_ptr,
+    y_ptr, codes_ptr, codes_t_ptr, u_ptr, rstd_ptr, amax_ptr,
     m, n, k, blocks, eps, x_factor, codes_per_unit, codes_stride, codes_t_stride,
-    ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, DEPTH: tl.constexpr,
-    PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr, PERSISTENT: tl.constexpr,
+    NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
+    DEPTH: tl.constexpr, PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr, AMAX: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Product, norm and activation of one norm block for ROWS rows.
+    """Product, norm and activation of one block for ROWS rows.
 
     PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the loads of the next tile
     run under the epilogue of this one. Else it has one tile, and lets the next kernel start under its epilogue.
@@ -129,29 +148,29 @@ def block_forward_kernel(
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), tl.cdiv(m, ROWS) * blocks, tl.num_programs(0), flatten=True):
             z_MN, index_M, index_N, inside_N, size, block = _product(
-                tile, x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, k, blocks, x_factor,
-                ROWS, COLS, WIDTH, WIDER, DEPTH, PROMOTED, X_ROWWISE, HAS_BIAS, False,
+                tile, x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, n, k, blocks, x_factor,
+                NORM, ROWS, COLS, WIDTH, WIDER, DEPTH, PROMOTED, X_ROWWISE, HAS_BIAS, False,
             )  # fmt: skip
-            _normalize_and_store(
+            _finish_and_store(
                 z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-                y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
-                ACTIVATION, HIGH, CODES, CODES_T, SAVED,
+                y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, amax_ptr,
+                NORM, ACTIVATION, HIGH, CODES, CODES_T, SAVED, AMAX,
             )  # fmt: skip
     else:
         z_MN, index_M, index_N, inside_N, size, block = _product(
-            tl.program_id(0), x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, k, blocks, x_factor,
-            ROWS, COLS, WIDTH, WIDER, DEPTH, PROMOTED, X_ROWWISE, HAS_BIAS, True,
+            tl.program_id(0), x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, n, k, blocks, x_factor,
+            NORM, ROWS, COLS, WIDTH, WIDER, DEPTH, PROMOTED, X_ROWWISE, HAS_BIAS, True,
         )  # fmt: skip
-        _normalize_and_store(
+        _finish_and_store(
             z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-            y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
-            ACTIVATION, HIGH, CODES, CODES_T, SAVED,
+            y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, amax_ptr,
+            NORM, ACTIVATION, HIGH, CODES, CODES_T, SAVED, AMAX,
         )  # fmt: skip
 
 
 @triton.jit
 def norm_forward_kernel(
-    z_ptr, y_ptr, codes_ptr, codes_t_ptr, normed_ptr, rstd_ptr,
+    z_ptr, y_ptr, codes_ptr, codes_t_ptr, u_ptr, rstd_ptr,
     m, n, z_stride, blocks, eps, codes_per_unit, codes_stride, codes_t_stride,
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, ACTIVATION: tl.constexpr,
     HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
@@ -159,60 +178,65 @@ def norm_forward_kernel(
     """The same behind a z that something else has written."""
     wait_for_kernels_before()
     tile_m, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
+    _, index_N, inside_N, size = _columns(block, n, True, WIDTH, WIDER, COLS)
     index_M = tile_m * ROWS + tl.arange(0, ROWS)
     loaded = (index_M < m)[:, None] & inside_N[None, :]
     z_MN = tl.load(z_ptr + index_M.to(tl.int64)[:, None] * z_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
-    _normalize_and_store(
+    _finish_and_store(
         z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-        y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, normed_ptr, rstd_ptr,
-        ACTIVATION, HIGH, CODES, CODES_T, SAVED,
+        y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, None,
+        True, ACTIVATION, HIGH, CODES, CODES_T, SAVED, False,
     )  # fmt: skip
 
 
 @triton.jit
 def _load_dz(
-    dy_ptr, normed_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, normed_stride, unit,
-    ACTIVATION: tl.constexpr,
+    dy_ptr, u_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, u_stride, unit,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     loaded = (index_M < m)[:, None] & inside_N[None, :]
     row = index_M.to(tl.int64)[:, None]
     dy_MN = tl.load(dy_ptr + row * dy_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
-    u_MN = tl.load(normed_ptr + row * normed_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32) * unit
-    rstd_M = tl.load(rstd_ptr + block * m + index_M, mask=index_M < m, other=0.0)
+    u_MN = tl.load(u_ptr + row * u_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32) * unit
     g_MN = dy_MN * _slope(u_MN, ACTIVATION)
-    mean_M = tl.sum(g_MN * u_MN, axis=1) / size
-    return rstd_M[:, None] * (g_MN - u_MN * mean_M[:, None])
+    if NORM:
+        rstd_M = tl.load(rstd_ptr + block * m + index_M, mask=index_M < m, other=0.0)
+        mean_M = tl.sum(g_MN * u_MN, axis=1) / size
+        return rstd_M[:, None] * (g_MN - u_MN * mean_M[:, None])
+    else:
+        return g_MN
 
 
 @triton.jit
-def norm_backward_kernel(
-    dy_ptr, normed_ptr, rstd_ptr, dz_ptr, row_amax_ptr, col_amax_ptr, bias_sums_ptr,
-    m, n, dy_stride, normed_stride, blocks, unit,
-    ROWS: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
+def epilogue_backward_kernel(
+    dy_ptr, u_ptr, rstd_ptr, dz_ptr, row_amax_ptr, col_amax_ptr, bias_sums_ptr,
+    m, n, dy_stride, u_stride, blocks, unit,
+    NORM: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """dz of one norm block for ROWS·STEPS rows, from dy and what forward SAVED, and the amaxes of its rows and columns.
+    """dz of one block for ROWS·STEPS rows, from dy and what forward SAVED, and the amaxes of its rows and columns.
 
-    Amaxes are of dz as it is stored, raised from 0 by atomic maxima: the same in whatever order. BIAS: sums over the rows.
+    Amaxes are of dz as it is stored, raised from 0 by atomic maxima: the same in whatever order. BIAS: sums over the rows,
+    of dz as it was before. u is stored in units of ``unit``.
     """
     wait_for_kernels_before()
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    _, index_N, inside_N, size = _columns(block, WIDTH, WIDER, COLS)
+    _, index_N, inside_N, size = _columns(block, n, NORM, WIDTH, WIDER, COLS)
     col_amax_N = tl.zeros((COLS,), tl.int32)
     col_sum_N = tl.zeros((COLS,), tl.float32)
     for step in range(STEPS):
         index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
         dz_MN = _load_dz(
-            dy_ptr, normed_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, normed_stride, unit, ACTIVATION
-        ).to(dz_ptr.dtype.element_ty)
+            dy_ptr, u_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, u_stride, unit, NORM, ACTIVATION
+        )
+        stored_MN = dz_MN.to(dz_ptr.dtype.element_ty)
         place = dz_ptr + index_M.to(tl.int64)[:, None] * n + index_N[None, :]
-        tl.store(place, dz_MN, mask=(index_M < m)[:, None] & inside_N[None, :])
-        bits_MN = magnitude(dz_MN)
+        tl.store(place, stored_MN, mask=(index_M < m)[:, None] & inside_N[None, :])
+        bits_MN = magnitude(stored_MN)
         tl.atomic_max(row_amax_ptr + index_M, tl.max(bits_MN, axis=1), mask=index_M < m, sem="relaxed")
         col_amax_N = tl.maximum(col_amax_N, tl.max(bits_MN, axis=0))
         if BIAS:
-            col_sum_N += tl.sum(dz_MN.to(tl.float32), axis=0)
+            col_sum_N += tl.sum(dz_MN, axis=0)
     tl.atomic_max(col_amax_ptr + index_N, col_amax_N, mask=inside_N, sem="relaxed")
     if BIAS:
         tl.store(bias_sums_ptr + group * n + index_N, col_sum_N, mask=inside_N)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -128,8 +129,14 @@ def is_promoted(contraction: int) -> bool:
     return contraction >= PROMOTED_FROM
 
 
-def choose_block_tiles(m: int, blocks: NormBlocks, k: int, sms: int, *, forms: int) -> Tiles:
-    """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: the larger ones where there are enough of them."""
+def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: int, *, forms: int) -> Tiles:
+    """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: the larger ones where there are enough of them.
+
+    Without a norm they are a product's, unsplit, and of two forms the widest would spill.
+    """
+    if blocks is None:
+        able = GEMM_TILES if forms == 1 else GEMM_TILES[1:]
+        return min(able, key=lambda tiles: _time_us(tiles, m, n, k, sms, is_promoted(k)))
     if blocks.room < _BLOCK.cols:
         return Tiles(64, blocks.room, 128, warps=4, stages=4)
     if is_promoted(k) or forms > 1:
@@ -138,9 +145,27 @@ def choose_block_tiles(m: int, blocks: NormBlocks, k: int, sms: int, *, forms: i
     return _WIDE_BLOCK if wide_waves * _WIDE_BLOCK_TIME < waves else _BLOCK
 
 
-NORM_ROWS, NORM_BACKWARD_ROWS = 32, 64
+class Columns(NamedTuple):
+    """The features that programs share out: ``count`` runs of ``width``, the first ``wider`` of them one longer."""
+
+    count: int
+    width: int
+    wider: int
+
+    @classmethod
+    def of(cls, n: int, blocks: NormBlocks | None, tile_cols: int) -> "Columns":
+        """Norm blocks, or without a norm whole tiles, the last of which may reach past ``n``."""
+        return cls(ceil_div(n, tile_cols), tile_cols, 0) if blocks is None else cls(blocks.count, blocks.width, blocks.wider)
 
 
-def norm_backward_steps(m: int, blocks: NormBlocks, sms: int) -> int:
+NORM_ROWS, BACKWARD_ROWS = 32, 64
+
+
+def backward_cols(n: int, blocks: NormBlocks | None) -> int:
+    """The columns of a tile in backward."""
+    return min(WIDEST_TILE, max(NARROWEST_TILE, power_of_two(n))) if blocks is None else blocks.room
+
+
+def backward_steps(m: int, columns: Columns, sms: int) -> int:
     """How many tiles of rows a program goes down before it raises column amaxes: up to 8, if that leaves work for all."""
-    return max(1, min(8, ceil_div(m, NORM_BACKWARD_ROWS) * blocks.count // (3 * sms)))
+    return max(1, min(8, ceil_div(m, BACKWARD_ROWS) * columns.count // (3 * sms)))

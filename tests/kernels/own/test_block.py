@@ -13,21 +13,21 @@ from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.triton.block import (
     BlockOutputs,
-    NormGradient,
+    EpilogueGradient,
     Wanted,
     block_forward,
-    norm_backward,
+    epilogue_backward,
     norm_forward,
 )
 from loka.kernels.triton.casts import Target, cast_matrix
-from loka.kernels.triton.tiles import NormBlocks, choose_block_tiles, norm_backward_steps
+from loka.kernels.triton.tiles import GEMM_TILES, Columns, NormBlocks, backward_steps, choose_block_tiles
 from loka.nn.block_norm import block_sizes
 from loka.numerics.formats import decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
 
 EPS = 1e-5
-ALL = Wanted(torch.float32, codes=True, transposed=True, saved=True)
+ALL = Wanted(torch.float32, codes=True, transposed=True, saved=torch.float8_e4m3fn)
 SIZES = st.integers(1, 70)
 FEATURES = st.sampled_from([1, 17, 32, 64, 100, 250, 256, 257, 300, 520])
 ACTIVATION = st.sampled_from(["none", "relu", "hard_swish"])
@@ -70,23 +70,38 @@ def check_outputs(out: BlockOutputs, z: Tensor, z_error: Tensor, blocks: NormBlo
     slack = 1e-5 * (1 + u.abs()) + 2 * (z_error * rstd_MN + z.abs() * rstd_error_MN)  # 1.5 is the steepest activation
     assert ((out.rstd_BM.double() - rstd).abs() <= rstd_error).all()
     assert ((out.y_MN.double() - y).abs() <= slack).all()
-    for got, expected in ((out.codes_MN[:, :n], y), (out.normed_MN[:, :n], u), (out.codes_NM[:, :m].t(), y)):
+    for got, expected in ((out.codes_MN[:, :n], y), (out.u_MN[:, :n], u), (out.codes_NM[:, :m].t(), y)):
         assert_codes(got, blocks.code_scale, expected, slack)
 
 
-def check_forward(m: int, k: int, blocks: NormBlocks, activation: str, rowwise: bool, bias: bool, device: torch.device) -> None:
+def check_forward(
+    m: int, k: int, n: int, blocks: NormBlocks | None, activation: str, rowwise: bool, bias: bool, device: torch.device,
+    high: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
     torch.manual_seed(m + k)
-    n = blocks.features
     x, w = codes(m, k, 1, device), codes(n, k, 2, device)
     w_scale = torch.rand(n, 1, device=device) + 0.5
     x_scale = torch.rand(m, 1, device=device) + 0.5 if rowwise else None
     bias_N = 100 * torch.randn(n, device=device) if bias else torch.zeros(n, device=device)
-    out = block_forward(x, x_scale, 0.25, w, w_scale, bias_N if bias else None, m, k, blocks, EPS, activation, ALL)
+    wanted = Wanted(high, saved=torch.float32, amax=True) if blocks is None else ALL
+    out = block_forward(x, x_scale, 0.25, w, w_scale, bias_N if bias else None, m, k, blocks, EPS, activation, wanted)
     x_values = decode(x[:, :k], torch.float64) * 0.25 * (1 if x_scale is None else x_scale.double())
     w_values = decode(w[:, :k], torch.float64) * w_scale.double()
     z = x_values @ w_values.t() + bias_N.double()
     z_error = SUM_ERROR[device.type] * (x_values.abs() @ w_values.abs().t() + bias_N.double().abs())
-    check_outputs(out, z, z_error, blocks, activation)
+    if blocks is None:
+        check_outputs_without_norm(out, z, z_error, activation)
+    else:
+        check_outputs(out, z, z_error, blocks, activation)
+
+
+def check_outputs_without_norm(out: BlockOutputs, z: Tensor, z_error: Tensor, activation: str) -> None:
+    y, stored = FP64[activation](z), out.y_MN.float().abs()
+    assert ((out.u_MN[:, : z.shape[1]].double() - z).abs() <= z_error + 1e-6 * z.abs()).all()
+    rounding = torch.finfo(out.y_MN.dtype).eps * y.abs()
+    assert ((out.y_MN.double() - y).abs() <= 1.5 * z_error + 1e-5 * z.abs() + rounding).all()  # 1.5: the steepest activation
+    assert torch.equal(out.amax.view(torch.float32), torch.cat([stored.amax(1), stored.amax(0)]))
+    assert out.codes_MN.numel() == out.codes_NM.numel() == out.rstd_BM.numel() == 0
 
 
 @settings(max_examples=25)
@@ -94,15 +109,27 @@ def check_forward(m: int, k: int, blocks: NormBlocks, activation: str, rowwise: 
     m=st.integers(1, 70), k=st.integers(1, 300), n=FEATURES, activation=ACTIVATION, rowwise=st.booleans(), bias=st.booleans()
 )
 def test_interpreted_forward(interpreter: None, m: int, k: int, n: int, activation: str, rowwise: bool, bias: bool) -> None:
-    check_forward(m, k, NormBlocks(n, 256), activation, rowwise, bias, torch.device("cpu"))
+    check_forward(m, k, n, NormBlocks(n, 256), activation, rowwise, bias, torch.device("cpu"))
+
+
+@settings(max_examples=20)
+@given(
+    m=st.integers(1, 70), k=st.integers(1, 300), n=FEATURES, activation=ACTIVATION, rowwise=st.booleans(), bias=st.booleans(),
+    high=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+def test_interpreted_forward_without_norm(
+    interpreter: None, m: int, k: int, n: int, activation: str, rowwise: bool, bias: bool, high: torch.dtype
+) -> None:
+    check_forward(m, k, n, None, activation, rowwise, bias, torch.device("cpu"), high)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "k", "n", "activation"), [
     (2048, 256, 768, "hard_swish"), (12288, 1024, 1024, "hard_swish"), (300, 100, 1000, "relu"), (77, 12288, 257, "none"),
 ])  # fmt: skip
-def test_compiled_forward(gpu: torch.device, m: int, k: int, n: int, activation: str) -> None:
-    check_forward(m, k, NormBlocks(n, 256), activation, True, False, gpu)
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+def test_compiled_forward(gpu: torch.device, m: int, k: int, n: int, activation: str, norm: bool) -> None:
+    check_forward(m, k, n, NormBlocks(n, 256) if norm else None, activation, True, not norm, gpu, torch.bfloat16)
 
 
 @settings(max_examples=12)
@@ -112,6 +139,16 @@ def test_interpreted_norm_to_fp8(interpreter: None, m: int, n: int, activation: 
     z = torch.randn(m, n + 3).exp()[:, :n] - 1  # rows with gaps between them
     blocks = NormBlocks(n, block)
     check_outputs(norm_forward(z, blocks, EPS, activation, ALL), z.double(), torch.zeros(m, n), blocks, activation)
+
+
+def test_what_backward_reads_may_be_wider_than_codes(where: torch.device) -> None:
+    z, blocks = torch.randn(20, 300, device=where), NormBlocks(300, 256)
+    out = norm_forward(z, blocks, EPS, "relu", Wanted(saved=torch.float32))
+    torch.testing.assert_close(out.u_MN[:, :300].double(), norm(z.double(), blocks)[0], rtol=1e-5, atol=1e-6)
+    dy = torch.randn(20, 300, device=where)
+    got = epilogue_backward(dy, out.u_MN, out.rstd_BM, blocks, "relu", bias=True)
+    expected = dz_reference(dy.double(), out.u_MN[:, :300].double(), out.rstd_BM.double(), blocks, "relu")
+    torch.testing.assert_close(got.dz_MN.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -140,19 +177,33 @@ def check_backward(m: int, blocks: NormBlocks, activation: str, dtype: torch.dty
     n = blocks.features
     out = norm_forward(torch.randn(m, n, device=device) + 0.3, blocks, EPS, activation, ALL)
     dy = (1e-4 * torch.randn(m, n, device=device) * torch.randn(m, 1, device=device).exp()).to(dtype)
-    normed = decode(out.normed_MN[:, :n], torch.float64) * blocks.code_scale
+    normed = decode(out.u_MN[:, :n], torch.float64) * blocks.code_scale
     dz = dz_reference(dy.double(), normed, out.rstd_BM.double(), blocks, activation)
     slack = 1e-6 * float(dy.abs().max() * out.rstd_BM.max())
-    check_norm_gradient(norm_backward(dy, out.normed_MN, out.rstd_BM, blocks, activation, bias=True), dz, slack)
+    check_gradient(epilogue_backward(dy, out.u_MN, out.rstd_BM, blocks, activation, bias=True), dz, slack)
 
 
-def check_norm_gradient(got: NormGradient, dz: Tensor, slack: float) -> None:
+def check_backward_without_norm(
+    m: int, n: int, activation: str, dtype: torch.dtype, u_dtype: torch.dtype, device: torch.device
+) -> None:
+    u = (3 * torch.randn(m, n + 5, device=device)).to(u_dtype)[:, :n]  # rows with gaps between them
+    dy = (1e-4 * torch.randn(m, n, device=device) * torch.randn(m, 1, device=device).exp()).to(dtype)
+    z = u.double().requires_grad_()
+    FP64[activation](z).backward(dy.double())
+    assert z.grad is not None
+    got = epilogue_backward(dy, u, u.new_empty(0), None, activation, bias=True)
+    check_gradient(got, z.grad, 1e-6 * float(dy.abs().max()))
+
+
+def check_gradient(got: EpilogueGradient, dz: Tensor, slack: float) -> None:
     m, n = dz.shape
     rounding = torch.finfo(got.dz_MN.dtype).eps
     torch.testing.assert_close(got.dz_MN.double(), dz, rtol=rounding, atol=slack)
     stored = got.dz_MN.float().abs()
+    if got.amax is None:
+        return
     assert torch.equal(got.amax.view(torch.float32), torch.cat([stored.amax(1), stored.amax(0)]))
-    torch.testing.assert_close(got.bias_N.double(), got.dz_MN.double().sum(0), rtol=1e-5, atol=m * 1e-7 * float(stored.max()))
+    torch.testing.assert_close(got.bias_N.double(), dz.sum(0), rtol=1e-5, atol=m * (slack + 1e-7 * float(stored.max())))
     # Whoever wrote dz has seen its amaxes: casts need not look for them.
     rowwise = OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16)
     targets = Target.of(rowwise, m, n), Target.of(rowwise, n, m)
@@ -167,12 +218,23 @@ def test_interpreted_backward(interpreter: None, m: int, n: int, activation: str
     check_backward(m, NormBlocks(n, 256), activation, torch.float32 if fp32 else torch.bfloat16, torch.device("cpu"))
 
 
+@settings(max_examples=10)
+@given(m=SIZES, n=FEATURES, activation=ACTIVATION, fp32=st.booleans(), u_fp32=st.booleans())
+def test_interpreted_backward_without_norm(
+    interpreter: None, m: int, n: int, activation: str, fp32: bool, u_fp32: bool
+) -> None:
+    torch.manual_seed(m)
+    dtype, u_dtype = (torch.float32 if wide else torch.bfloat16 for wide in (fp32, u_fp32))
+    check_backward_without_norm(m, n, activation, dtype, u_dtype, torch.device("cpu"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("m", "n", "activation"), [(2048, 768, "hard_swish"), (12288, 1024, "hard_swish"), (300, 1000, "relu")]
 )
 def test_compiled_backward(gpu: torch.device, m: int, n: int, activation: str) -> None:
     check_backward(m, NormBlocks(n, 256), activation, torch.bfloat16, gpu)
+    check_backward_without_norm(m, n, activation, torch.bfloat16, torch.bfloat16, gpu)
 
 
 def test_nonfinite_rows_stay_visible(where: torch.device) -> None:
@@ -180,13 +242,13 @@ def test_nonfinite_rows_stay_visible(where: torch.device) -> None:
     z[1, 5], z[2, 299] = float("nan"), float("inf")
     blocks = NormBlocks(300, 256)
     out = norm_forward(z, blocks, EPS, "relu", ALL)
-    for got in (out.y_MN, decode(out.codes_MN)[:, :300], decode(out.codes_NM)[:, :4].t(), decode(out.normed_MN)[:, :300]):
+    for got in (out.y_MN, decode(out.codes_MN)[:, :300], decode(out.codes_NM)[:, :4].t(), decode(out.u_MN)[:, :300]):
         assert got[1, :150].isnan().all()
         assert got[2, 299].isnan()
         assert got[[0, 3]].isfinite().all()
     dy = torch.ones(4, 300, device=where)
     dy[0, 0] = float("nan")
-    dz_MN, amax, _ = norm_backward(dy, out.normed_MN, out.rstd_BM, blocks, "relu", bias=False)
+    dz_MN, amax, _ = epilogue_backward(dy, out.u_MN, out.rstd_BM, blocks, "relu", bias=False)
     assert dz_MN[0, :150].isnan().all()
     assert dz_MN[3].isfinite().all()
     finite = amax.view(torch.float32).isfinite()
@@ -206,7 +268,7 @@ def test_blocks_are_those_of_the_norm(n: int, block: int) -> None:
 
 def test_tiles_hold_a_block_and_fill_the_machine() -> None:
     def chosen(m: int, n: int, k: int, *, forms: int = 3) -> tuple[int, int, int]:
-        tiles = choose_block_tiles(m, NormBlocks(n, 256), k, 132, forms=forms)
+        tiles = choose_block_tiles(m, n, k, NormBlocks(n, 256), 132, forms=forms)
         return tiles.rows, tiles.cols, tiles.warps
 
     assert chosen(12288, 4096, 4096) == (64, 256, 8)
@@ -216,7 +278,19 @@ def test_tiles_hold_a_block_and_fill_the_machine() -> None:
     assert chosen(2048, 100, 256)[:2] == (64, 128)
 
 
-def test_norm_backward_leaves_work_for_every_multiprocessor() -> None:
-    assert norm_backward_steps(2048, NormBlocks(768, 256), 132) == 1
-    assert norm_backward_steps(12288, NormBlocks(4096, 256), 132) == 7
-    assert norm_backward_steps(100_000, NormBlocks(4096, 256), 132) == 8
+def test_without_a_norm_tiles_are_those_of_a_product_and_cover_it() -> None:
+    assert choose_block_tiles(12288, 4096, 4096, None, 132, forms=1) == GEMM_TILES[0]
+    assert choose_block_tiles(12288, 4096, 4096, None, 132, forms=2) in GEMM_TILES[1:]
+    assert choose_block_tiles(256, 256, 8192, None, 132, forms=1).splits == 1
+    assert Columns.of(1000, None, 128) == (8, 128, 0)
+    assert Columns.of(1000, NormBlocks(1000, 256), 256) == (4, 250, 0)
+    assert Columns.of(257, NormBlocks(257, 256), 256) == (2, 128, 1)
+
+
+def test_backward_leaves_work_for_every_multiprocessor() -> None:
+    def steps(m: int, n: int) -> int:
+        return backward_steps(m, Columns.of(n, None, 256), 132)
+
+    assert steps(2048, 768) == 1
+    assert steps(12288, 4096) == 7
+    assert steps(100_000, 4096) == 8

@@ -14,15 +14,17 @@ from cross_compile import halved_pairs
 
 from loka.kernels.triton.casts import cast_tile
 from loka.kernels.triton.tiles import (
+    BACKWARD_ROWS,
     GEMM_TILES,
-    NORM_BACKWARD_ROWS,
     NORM_ROWS,
+    Columns,
     NormBlocks,
     Tiles,
+    backward_cols,
+    backward_steps,
     choose_block_tiles,
     grid,
     is_promoted,
-    norm_backward_steps,
 )
 
 if importlib.util.find_spec("triton") is None:
@@ -74,38 +76,48 @@ def gemm_case(tiles: Tiles, *, promoted: bool) -> dict[str, Any]:
             "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
 
 
-OUTPUTS = {"y_ptr": BF16, "codes_ptr": FP8, "codes_t_ptr": FP8, "normed_ptr": FP8, "rstd_ptr": FP32}
+OUTPUTS = {"y_ptr": BF16, "codes_ptr": FP8, "codes_t_ptr": FP8, "u_ptr": FP8, "rstd_ptr": FP32}
 FORMS = {"HIGH": True, "CODES": True, "CODES_T": True, "SAVED": True}
 SERVING = {"HIGH": False, "CODES_T": False, "SAVED": False}
 SERVING_BF16 = {"CODES": False, "CODES_T": False, "SAVED": False}
 
 
-def forward_case(m: int, n: int, k: int, *, bias: bool = False, **forms: bool) -> dict[str, Any]:
-    blocks, written = NormBlocks(n, 256), {**FORMS, **forms}
-    tiles = choose_block_tiles(m, blocks, k, 132, forms=sum(written.values()))
+def forward_case(
+    m: int, n: int, k: int, *, bias: bool = False, norm: bool = True, u: str = FP8, amax: bool = False, **forms: bool
+) -> dict[str, Any]:
+    blocks, written = NormBlocks(n, 256) if norm else None, {**FORMS, **forms}
+    tiles = choose_block_tiles(m, n, k, blocks, 132, forms=sum(written.values()))
+    columns = Columns.of(n, blocks, tiles.cols)
     arguments = {
         "x_desc": tiles_of(tiles.rows), "w_desc": tiles_of(tiles.cols), "x_scale_ptr": FP32, "w_scale_ptr": FP32,
-        "bias_ptr": BF16, **OUTPUTS, "eps": "fp32", "x_factor": "fp32", "codes_per_unit": "fp32",
-        **integers("m", "n", "k", "blocks", "codes_stride", "codes_t_stride"),
+        "bias_ptr": BF16, **OUTPUTS, "u_ptr": u, "amax_ptr": INT32, "eps": "fp32", "x_factor": "fp32",
+        "codes_per_unit": "fp32", **integers("m", "n", "k", "blocks", "codes_stride", "codes_t_stride"),
     }  # fmt: skip
     constants = {
-        "ROWS": tiles.rows, "COLS": tiles.cols, "WIDTH": blocks.width, "WIDER": blocks.wider, "DEPTH": 128,
-        "PROMOTED": is_promoted(k), "X_ROWWISE": True, "HAS_BIAS": bias, "ACTIVATION": "hard_swish", **written,
-        "PERSISTENT": grid(-(-m // tiles.rows) * blocks.count, tiles, 132)[1],
+        "NORM": norm, "ROWS": tiles.rows, "COLS": tiles.cols, "WIDTH": columns.width, "WIDER": columns.wider, "DEPTH": 128,
+        "PROMOTED": is_promoted(k), "X_ROWWISE": True, "HAS_BIAS": bias, "ACTIVATION": "hard_swish", **written, "AMAX": amax,
+        "PERSISTENT": grid(-(-m // tiles.rows) * columns.count, tiles, 132)[1],
     }  # fmt: skip
     return {"module": "block_kernels", "kernel": "block_forward_kernel", "arguments": arguments, "constants": constants,
             "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
 
 
-def norm_backward_case(m: int, n: int) -> dict[str, Any]:
-    blocks = NormBlocks(n, 256)
+def plain_case(m: int, n: int, k: int, **forms: bool) -> dict[str, Any]:
+    """Without a norm, in training: bf16 and its amaxes, and u for backward, which relu has in y."""
+    return forward_case(m, n, k, bias=True, norm=False, u=BF16, amax=True, CODES=False, CODES_T=False, **forms)
+
+
+def backward_case(m: int, n: int, *, norm: bool = True, u: str = FP8) -> dict[str, Any]:
+    blocks = NormBlocks(n, 256) if norm else None
+    cols = backward_cols(n, blocks)
+    columns = Columns.of(n, blocks, cols)
     arguments = {
-        "dy_ptr": BF16, "normed_ptr": FP8, "rstd_ptr": FP32, "dz_ptr": BF16, "row_amax_ptr": INT32, "col_amax_ptr": INT32,
-        "bias_sums_ptr": FP32, "unit": "fp32", **integers("m", "n", "dy_stride", "normed_stride", "blocks"),
+        "dy_ptr": BF16, "u_ptr": u, "rstd_ptr": FP32, "dz_ptr": BF16, "row_amax_ptr": INT32, "col_amax_ptr": INT32,
+        "bias_sums_ptr": FP32, "unit": "fp32", **integers("m", "n", "dy_stride", "u_stride", "blocks"),
     }  # fmt: skip
-    constants = {"ROWS": NORM_BACKWARD_ROWS, "STEPS": norm_backward_steps(m, blocks, 132), "COLS": blocks.room,
-                 "WIDTH": blocks.width, "WIDER": blocks.wider, "ACTIVATION": "hard_swish", "BIAS": True}  # fmt: skip
-    return {"module": "block_kernels", "kernel": "norm_backward_kernel", "arguments": arguments, "constants": constants,
+    constants = {"NORM": norm, "ROWS": BACKWARD_ROWS, "STEPS": backward_steps(m, columns, 132), "COLS": cols,
+                 "WIDTH": columns.width, "WIDER": columns.wider, "ACTIVATION": "hard_swish", "BIAS": True}  # fmt: skip
+    return {"module": "block_kernels", "kernel": "epilogue_backward_kernel", "arguments": arguments, "constants": constants,
             "warps": 8, "stages": 3}  # fmt: skip
 
 
@@ -139,9 +151,17 @@ CASES = {
     "block forward, large, bias": forward_case(12288, 4096, 4096, bias=True),
     "block forward, promoted": forward_case(12288, 4096, 16384),
     "block forward, narrow": forward_case(2048, 64, 256),
+    "block forward, large, a bias that learns": forward_case(12288, 4096, 4096, bias=True, u=BF16),
+    "block forward, no norm, small": plain_case(2048, 768, 256),
+    "block forward, no norm, large": plain_case(12288, 4096, 4096),
+    "block forward, no norm, promoted": plain_case(12288, 4096, 16384),
+    "block forward, no norm, relu": plain_case(2048, 2048, 2048, SAVED=False),
+    "block forward, no norm, large, relu": plain_case(12288, 4096, 4096, SAVED=False),
     "norm to fp8": norm_case(1024),
-    "norm backward, small": norm_backward_case(2048, 768),
-    "norm backward, large": norm_backward_case(12288, 4096),
+    "backward, small": backward_case(2048, 768),
+    "backward, large": backward_case(12288, 4096),
+    "backward, large, a bias that learns": backward_case(12288, 4096, u=BF16),
+    "backward, no norm": backward_case(12288, 4096, norm=False, u=BF16),
     # What choose_tiles must not choose: its sums do not fit twice.
     "promoted 128x256": gemm_case(next(filter(is_widest, GEMM_TILES)), promoted=True),
 }
@@ -189,7 +209,7 @@ def test_products_run_on_fp8_tensor_cores_from_tma(name: str) -> None:
     assert instructions["tma load"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("cast", "block", "norm"))])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("cast", "block", "norm", "backward"))])
 def test_memory_moves_sixteen_bytes_at_a_time(name: str) -> None:
     instructions = compiled()[name]["instructions"]
     assert instructions["load 16 bytes"] + instructions["tma load"] > 0

@@ -6,25 +6,29 @@ import torch
 from loka.kernels.triton import block, casts, gemm
 
 REGISTERED_BY = (block, casts, gemm)  # importing them is what makes torch know these
-OPS = ("cast_e4m3", "fp8_gemm", "block_forward", "norm_forward", "norm_backward")
 
 
-def arguments(name: str) -> tuple[object, ...]:
+def cases() -> dict[str, tuple[object, ...]]:
+    """Arguments, by the name of an op and maybe more words."""
     a, b = torch.randn(20, 32).to(torch.float8_e4m3fn), torch.randn(24, 32).to(torch.float8_e4m3fn)
     return {
         "cast_e4m3": (torch.randn(20, 30), None, "rowwise", 20, 32, 1.0, "1x128", 32, 32, 1.0),
         "fp8_gemm": (a, b, torch.ones(20, 1), torch.ones(1, 1), torch.randn(24), 20, 24, 32, torch.bfloat16, True, 0.5),
         "block_forward": (
-            a, None, 0.5, b, torch.ones(24), None, 20, 32, 24, 256, 1e-5, "relu", torch.bfloat16, True, True, False,
+            a, None, 0.5, b, torch.ones(24), None, 20, 32, 256, 1e-5, "relu", torch.bfloat16, True, True, None, False,
         ),
-        "norm_forward": (torch.randn(20, 30), 256, 1e-5, "none", None, True, True, True),
-        "norm_backward": (torch.randn(20, 24), torch.randn(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 20),
-                          24, 256, "relu", True),
-    }[name]  # fmt: skip
+        "block_forward without norm": (
+            a, None, 0.5, b, torch.ones(24), None, 20, 32, None, 0.0, "relu", torch.float32, False, False, torch.bfloat16, True,
+        ),
+        "norm_forward": (torch.randn(20, 30), 256, 1e-5, "none", None, True, True, torch.float8_e4m3fn),
+        "epilogue_backward": (torch.randn(20, 24), torch.randn(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 20),
+                              256, "relu", True),
+        "epilogue_backward without norm": (torch.randn(20, 24), torch.randn(20, 24), torch.empty(0), None, "relu", True),
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", cases())
 def test_fake_kernels_tell_the_truth(name: str) -> None:
-    op = getattr(torch.ops.loka, name).default
-    torch.library.opcheck(op, arguments(name), test_utils="test_faketensor")
+    op = getattr(torch.ops.loka, name.split()[0]).default
+    torch.library.opcheck(op, cases()[name], test_utils="test_faketensor")
