@@ -56,7 +56,7 @@ class SiteCasts:
 
     @classmethod
     def of_block(cls) -> "SiteCasts":
-        """A fused block casts its input with a scale a row; what leaves it is bounded by its norm and cannot drift."""
+        """A fused block casts its input with a scale a row; what it hands on in codes its norm has bounded: it cannot drift."""
         rowwise = Cast(Format.E4M3, Scaling.ROWWISE)
         return cls({Role.FPROP: (rowwise, rowwise)})
 

@@ -147,6 +147,18 @@ def test_what_the_data_flow_does_not_allow_is_refused(model: nn.Module, planned:
     assert not any(isinstance(module, FusedBlock) for module in model.modules())
 
 
+def test_a_block_needs_no_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    plain = copy.deepcopy(model)
+    planned = {site: BlockPlan("triton.block", None, activation) for site, activation in (("0", "1"), ("2", "3"))}
+    loka.apply_plan(model, plan_for(model, planned))
+    assert [type(module) for module in model] == [FusedBlock, PassThrough, FusedBlock, PassThrough, nn.Linear]
+    torch.testing.assert_close(model(batch()), plain(batch()))
+    loka.restore(model)
+    assert [type(module) for module in model] == [type(module) for module in plain]
+
+
 def test_an_example_shows_what_a_trace_cannot() -> None:
     model = Branching()
     applied = loka.apply_plan(model, plan_for(model, {"a": BlockPlan("triton.block", "norm", None)}), example=(batch(),))

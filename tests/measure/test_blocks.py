@@ -15,6 +15,7 @@ from loka.measure.block import Blocks
 from loka.measure.survey import measure
 from loka.measure.timing import Timing
 
+WITHOUT_NORM = {"activation": "act", "activation_kind": "ReLU"}
 BEHIND = {"norm": "norm", "norm_kind": "BlockNorm", "activation": "act", "activation_kind": "Hardswish"}
 
 
@@ -22,7 +23,8 @@ def weight(n: int, k: int) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / k**0.5
 
 
-def test_numbers_of_a_block_that_runs_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("behind", [BEHIND, WITHOUT_NORM], ids=["norm", "no norm"])
+def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the block computes in FP32: its errors are FP32's in every role, and each time is of its own call."""
     calls: dict[str, Callable[[int], object]] = {}
 
@@ -35,10 +37,10 @@ def test_numbers_of_a_block_that_runs_by_reference(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Blocks, "_why_not", lambda self, block: None)
     monkeypatch.setattr("loka.measure.block.time_together", times)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    site = site_record("a", weight(96, 64), **BEHIND, has_bias=True, bias_N=torch.ones(96))
+    site = site_record("a", weight(96, 64), **behind, has_bias=True, bias_N=torch.ones(96))
     blocks = Blocks(Format.FP32, torch.device("cpu"))
     (block,) = blocks.survey(site, [32, 64])
-    assert (block.kernel, block.norm, block.activation, block.why_not) == ("triton.block", "norm", "act", None)
+    assert (block.kernel, block.norm, block.activation, block.why_not) == ("triton.block", behind.get("norm"), "act", None)
     assert {role: block.error[role]["relative_rms"].high < 1e-5 for role in Role} == dict.fromkeys(Role, True)
     assert list(calls) == ["input_cast", "forward", "training", "baseline_forward", "baseline_training"]
     expected = {"input_cast_us": 10, "forward_us": 10, "training_us": 20, "baseline_forward_us": 40, "baseline_training_us": 50}
@@ -61,7 +63,8 @@ def test_every_gpu_kernel_and_block_is_surveyed() -> None:
     calls = {2048: 1.0}
     plain = site_record("plain", weight(512, 512), calls=calls, has_bias=True, bias_N=torch.zeros(512))
     block = site_record("block", weight(512, 512), calls=calls, **BEHIND)
-    survey = measure(record_of(plain, block, dtype=Format.BF16), device="cuda")
+    relu = site_record("relu", weight(512, 512), calls=calls, **WITHOUT_NORM, has_bias=True, bias_N=torch.zeros(512))
+    survey = measure(record_of(plain, block, relu, dtype=Format.BF16), device="cuda")
     device = device_of(torch.device("cuda"))
     for site in survey.sites:
         assert not [c.why_not for c in site.candidates if c.why_not and c.why_not.startswith(("failed", "returned", "hung"))]
@@ -70,7 +73,7 @@ def test_every_gpu_kernel_and_block_is_surveyed() -> None:
         assert all(0.02 < c.error["relative_rms"].mean < 0.06 for c in fp8)
         assert all(set(c.gemm_us) == {2048} for c in fp8)
         assert site.casts
-    (surveyed,) = survey.sites[1].blocks
-    assert surveyed.why_not is None
-    assert all(surveyed.error[role]["mere_floored"].high < 0.2 for role in Role)
-    assert 0 < surveyed.forward_us[2048] < surveyed.baseline_training_us[2048]
+    for (surveyed,) in (site.blocks for site in survey.sites[1:]):
+        assert surveyed.why_not is None
+        assert all(surveyed.error[role]["mere_floored"].high < 0.2 for role in Role)
+        assert 0 < surveyed.forward_us[2048] < surveyed.baseline_training_us[2048]

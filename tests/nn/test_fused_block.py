@@ -178,10 +178,11 @@ def test_kernels_compute_what_their_emulation_does(
         assert relative_rms(by_kernels[name], value) < (0.03 if kernels_on.type == "cpu" else 0.01), name
 
 
+@pytest.mark.parametrize("norm", [256, None], ids=["norm", "no norm"])
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 1, 33), (2, 17, 1)])
-def test_tiny_shapes_give_what_the_norm_makes_of_them(fused_on: torch.device, m: int, k: int, n: int) -> None:
+def test_tiny_shapes_give_what_the_reference_does(fused_on: torch.device, m: int, k: int, n: int, norm: int | None) -> None:
     torch.manual_seed(0)
-    block = make_block(k, n, activation="none").to(fused_on)
+    block = make_block(k, n, activation="none", block=norm).to(fused_on)
     x = torch.randn(m, k, device=fused_on, requires_grad=True)
     y = block(x)
     torch.testing.assert_close(y, block.reference(x), rtol=0.15, atol=0.05)
@@ -233,15 +234,32 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("stage", BREAKS)
-def test_each_stage_is_missed(fused_on: torch.device, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+BREAKS_WITHOUT_NORM = {
+    "activation": ("block_forward", _changed(arg10=lambda activation: "relu")),
+    "activation's gradient": ("epilogue_backward", _changed(arg4=lambda activation: "relu")),
+    "what backward reads": (
+        "epilogue_backward",
+        _changed(arg1=lambda u_MN: 1.5 * u_MN if u_MN.dtype is torch.bfloat16 else u_MN),
+    ),
+    "bias": ("block_forward", _changed(arg5=lambda bias_N: 1.1 * bias_N)),
+    "codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_MK=x.codes_MK.roll(1, 0)))),
+    "scales handed on": ("_cast_y", _changed(result=lambda x: x if x.scale_M is None else x._replace(scale_M=1.2 * x.scale_M))),
+    "transposed codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_KM=x.codes_KM.roll(1, 0)))),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "norm"), [(stage, 256) for stage in BREAKS] + [(stage, None) for stage in BREAKS_WITHOUT_NORM]
+)
+def test_each_stage_is_missed(fused_on: torch.device, stage: str, norm: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above must fail when any one stage is wrong."""
-    name, breaking = BREAKS[stage]
+    name, breaking = BREAKS[stage] if norm else BREAKS_WITHOUT_NORM[stage]
     torch.manual_seed(2)
     with torch.no_grad():
-        blocks = [make_block(64, 300), make_block(300, 64)]
+        blocks = [make_block(64, 300, block=norm), make_block(300, 64, block=norm)]
         for block in blocks:
-            block.weight *= torch.randn(block.out_features, 1).exp()  # rows of unlike scale
+            if norm:  # rows of unlike scale; without a norm many rows of the batch would fall on either side of a kink
+                block.weight *= torch.randn(block.out_features, 1).exp()
             block.bias.normal_(std=1.0)
     chain = FusedChain(blocks, entry=loka.BlockNorm(64)).to(fused_on)
     check(chain, 64, fused_on)
@@ -288,3 +306,25 @@ def test_serving_writes_nothing_for_backward(fused_on: torch.device, monkeypatch
     with torch.no_grad():
         chain(torch.randn(4, 32, device=fused_on))
     assert asked == [Wanted(codes=True), Wanted(high=torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("norm", "activation", "bias", "saved"),
+    [
+        (256, "hard_swish", False, torch.float8_e4m3fn),
+        (256, "hard_swish", True, torch.bfloat16),  # the gradient of a bias needs more than codes
+        (None, "hard_swish", True, torch.bfloat16),
+        (None, "relu", True, None),  # y tells as much
+        (None, "none", True, None),
+    ],
+)
+def test_backward_is_left_no_more_than_it_needs(
+    fused_on: torch.device, norm: int | None, activation: str, bias: bool, saved: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    asked: list[Wanted] = []
+    original = fused_steps.block_forward
+    monkeypatch.setattr(fused_steps, "block_forward", lambda *args: asked.append(args[-1]) or original(*args))
+    block = make_block(32, 48, bias=bias, activation=activation, block=norm).to(fused_on)
+    block(torch.randn(4, 32, device=fused_on))
+    assert asked == [Wanted(torch.float32, saved=saved)]

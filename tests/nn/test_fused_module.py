@@ -18,6 +18,10 @@ def make_block(k: int = 48, n: int = 40, *, bias: bool = True) -> FusedBlock:
     return FusedBlock.from_modules(nn.Linear(k, n, bias), loka.BlockNorm(n), nn.Hardswish())
 
 
+def without_norm(k: int, n: int, activation: nn.Module | None) -> FusedBlock:
+    return FusedBlock.from_modules(nn.Linear(k, n), None, activation)
+
+
 def make_model() -> nn.Sequential:
     """Three layers as a user writes them."""
     layers: list[nn.Module] = []
@@ -261,8 +265,8 @@ def test_a_second_derivative_is_refused(fused_on: torch.device) -> None:
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiles_into_one_graph_and_changes_nothing(kernels_on: torch.device) -> None:
-    blocks = [make_block(20, 40), make_block(40, 17, bias=False)]
-    chain = FusedChain(blocks, entry=loka.BlockNorm(20), outputs=(0, 1)).to(kernels_on)
+    blocks = [make_block(20, 40, bias=False), without_norm(40, 17, nn.ReLU()), without_norm(17, 20, nn.Hardswish())]
+    chain = FusedChain(blocks, entry=loka.BlockNorm(20), outputs=(0, 1, 2)).to(kernels_on)
     compiled = torch.compile(chain, fullgraph=True, backend="aot_eager" if kernels_on.type == "cpu" else "inductor")
     x = torch.randn(5, 4, 20, device=kernels_on, requires_grad=True)
     results = []
@@ -286,7 +290,8 @@ class TestOnTheGpu:
 
     def big(self) -> tuple[FusedChain, Tensor, Tensor]:
         torch.manual_seed(0)
-        chain = FusedChain([make_block(1024, 1024), make_block(1024, 768)]).to(self.device, torch.bfloat16)
+        blocks = [make_block(1024, 1024), without_norm(1024, 512, nn.ReLU()), make_block(512, 768)]
+        chain = FusedChain(blocks).to(self.device, torch.bfloat16)
         x, dy = (torch.randn(2048, size, device=self.device, dtype=torch.bfloat16) for size in (1024, 768))
         return chain, x, dy
 
