@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -377,9 +376,7 @@ def test_the_gpu_s_teacher_is_the_cpu_s_and_batches_are_made_without_a_host_sync
     batches = on_gpu.train(8192)
     next(batches)
     torch.cuda.synchronize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the mode warns that it is a prototype
-        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("error")
     try:
         batch = next(itertools.islice(batches, 8, None))  # beyond those drawn together
     finally:

@@ -218,6 +218,10 @@ def _changed(**changes: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return breaking
 
 
+def _rolled(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).roll(1, 0).view(codes.dtype)  # torch rolls no FP8 on a GPU
+
+
 BREAKS = {
     "norm": ("block_forward", _changed(arg9=lambda eps: eps + 0.5)),
     "norm's gradient": ("epilogue_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
@@ -228,9 +232,9 @@ BREAKS = {
     "scale of the input": ("block_forward", _changed(arg2=lambda factor: factor * 1.5)),
     "scale of the weight": ("block_forward", _changed(arg4=lambda scale_N: scale_N.mean().expand_as(scale_N).contiguous())),
     "scale in wgrad": ("backward_block", _changed(arg3=lambda factor: factor * 1.2)),
-    "transposed weight": ("backward_block", _changed(arg4=lambda codes_KN: codes_KN.roll(1, 0))),
-    "transposed input": ("_handed_on", _changed(result=lambda x: x._replace(codes_KM=x.codes_KM.roll(1, 0)))),
-    "rows of the batch": ("_handed_on", _changed(result=lambda x: x._replace(codes_MK=x.codes_MK.roll(1, 0)))),
+    "transposed weight": ("backward_block", _changed(arg4=lambda codes_KN: _rolled(codes_KN))),
+    "transposed input": ("_handed_on", _changed(result=lambda x: x._replace(codes_KM=_rolled(x.codes_KM)))),
+    "rows of the batch": ("_handed_on", _changed(result=lambda x: x._replace(codes_MK=_rolled(x.codes_MK)))),
 }
 
 
@@ -242,9 +246,9 @@ BREAKS_WITHOUT_NORM = {
         _changed(arg1=lambda u_MN: 1.5 * u_MN if u_MN.dtype is torch.bfloat16 else u_MN),
     ),
     "bias": ("block_forward", _changed(arg5=lambda bias_N: 1.1 * bias_N)),
-    "codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_MK=x.codes_MK.roll(1, 0)))),
+    "codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_MK=_rolled(x.codes_MK)))),
     "scales handed on": ("_cast_y", _changed(result=lambda x: x if x.scale_M is None else x._replace(scale_M=1.2 * x.scale_M))),
-    "transposed codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_KM=x.codes_KM.roll(1, 0)))),
+    "transposed codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_KM=_rolled(x.codes_KM)))),
 }
 
 

@@ -301,7 +301,6 @@ class TestOnTheGpu:
         for _ in range(5):
             assert all(torch.equal(a, b) for a, b in zip(run(chain, x, dy), first, strict=True))
 
-    @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
     def test_the_host_never_waits(self) -> None:
         chain, x, dy = self.big()
         run(chain, x, dy)

@@ -52,15 +52,41 @@ def store(out_ptr, value_MN, index_M, index_N, m, n):
 
 
 @triton.jit
-def _finish_tile(
-    sum_MN, index_M, index_N, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
+def _finish_part(
+    sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
+    index_M, index_N = first_m + tl.arange(0, sum_MN.shape[0]), first_n + tl.arange(0, sum_MN.shape[1])
     out_MN = _times_scales(sum_MN * b_factor, a_scale_ptr, index_M, m, 0, A_SCALES)
     out_MN = _times_scales(out_MN, b_scale_ptr, index_N, n, 1, B_SCALES)
     if HAS_BIAS:
         out_MN += tl.load(bias_ptr + index_N, mask=index_N < n, other=0.0).to(tl.float32)[None, :]
     store(out_ptr, out_MN, index_M, index_N, m, n)
+
+
+@triton.jit
+def _finish_tile(
+    sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """The sums of the tile at (first_m, first_n) times their scales, and the bias. A wide tile of FP32 goes out in halves:
+    it passes through the shared memory that the loads of the next tile leave."""
+    HALF: tl.constexpr = sum_MN.shape[1] // 2
+    if HALF == 128 and out_ptr.dtype.element_ty == tl.float32:
+        left_MN, right_MN = sum_MN.reshape(sum_MN.shape[0], 2, HALF).permute(0, 2, 1).split()
+        _finish_part(
+            left_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
+            A_SCALES, B_SCALES, HAS_BIAS,
+        )  # fmt: skip
+        _finish_part(
+            right_MN, first_m, first_n + HALF, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
+            A_SCALES, B_SCALES, HAS_BIAS,
+        )  # fmt: skip
+    else:
+        _finish_part(
+            sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
+            A_SCALES, B_SCALES, HAS_BIAS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -76,13 +102,12 @@ def gemm_kernel(
     """
     wait_for_kernels_before()
     tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLS)
-    offset_M, offset_N = tl.arange(0, ROWS), tl.arange(0, COLS)
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
             tile_m, tile_n = tile_of(tile, tiles_m, tiles_n)
             sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, 0, k, ROWS, COLS, DEPTH, PROMOTED)
             _finish_tile(
-                sum_MN, tile_m * ROWS + offset_M, tile_n * COLS + offset_N, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
+                sum_MN, tile_m * ROWS, tile_n * COLS, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
                 out_ptr, m, n, A_SCALES, B_SCALES, HAS_BIAS,
             )  # fmt: skip
     else:
@@ -93,7 +118,7 @@ def gemm_kernel(
         sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, first, last, ROWS, COLS, DEPTH, PROMOTED)
         let_next_kernel_start()
         _finish_tile(
-            sum_MN, tile_m * ROWS + offset_M, tile_n * COLS + offset_N, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
+            sum_MN, tile_m * ROWS, tile_n * COLS, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
             out_ptr + split.to(tl.int64) * m * n, m, n, A_SCALES, B_SCALES, HAS_BIAS,
         )  # fmt: skip
 

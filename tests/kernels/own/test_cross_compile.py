@@ -67,9 +67,9 @@ def rowwise_case(rows: int, cols: int) -> dict[str, Any]:
             "constants": {"ROWS": rows, "COLS": cols}}  # fmt: skip
 
 
-def gemm_case(tiles: Tiles, *, promoted: bool) -> dict[str, Any]:
+def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16) -> dict[str, Any]:
     arguments = {"a_desc": tiles_of(tiles.rows), "b_desc": tiles_of(tiles.cols), "a_scale_ptr": FP32, "b_scale_ptr": FP32,
-                 "bias_ptr": BF16, "out_ptr": BF16, "b_factor": "fp32", **integers("m", "n", "k", "k_of_split")}  # fmt: skip
+                 "bias_ptr": BF16, "out_ptr": out, "b_factor": "fp32", **integers("m", "n", "k", "k_of_split")}  # fmt: skip
     constants = {"ROWS": tiles.rows, "COLS": tiles.cols, "DEPTH": 128, "A_SCALES": "rows", "B_SCALES": "rows",
                  "HAS_BIAS": True, "PROMOTED": promoted, "PERSISTENT": True}  # fmt: skip
     return {"module": "gemm_kernels", "kernel": "gemm_kernel", "arguments": arguments, "constants": constants,
@@ -143,6 +143,7 @@ CASES = {
     "cast wide rows": rowwise_case(1, 16384),
     "cast narrow rows": rowwise_case(16, 256),
     **{f"gemm {t.rows}x{t.cols}": gemm_case(t, promoted=not is_widest(t)) for t in GEMM_TILES},
+    **{f"gemm {t.rows}x{t.cols} to fp32": gemm_case(t, promoted=False, out=FP32) for t in GEMM_TILES},
     "block forward, small": forward_case(2048, 768, 256, HIGH=False),
     "block forward, small, serving": forward_case(2048, 768, 256, bias=True, **SERVING),
     "block forward, large": forward_case(12288, 4096, 4096, HIGH=False),
@@ -182,6 +183,11 @@ def compiled() -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in CASES if name != "promoted 128x256"])
 def test_nothing_spills(name: str) -> None:
     assert compiled()[name]["spilled_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shared_memory_suffices(name: str) -> None:
+    assert compiled()[name]["shared_bytes"] <= 227 << 10
 
 
 def test_the_check_sees_spills() -> None:
