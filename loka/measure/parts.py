@@ -147,12 +147,15 @@ class SiteParts:
         if (name, form, turn) not in self._operands:
             tensor = self.tensors.stored(name, turn)
             vectors = self.vectors_of(form.transform, turn)
-            if is_compiled(form, _cast_problem(name, tensor)):  # the same arithmetic uncompiled: compiling takes seconds
+            if self.is_compiled(name, form):  # the same arithmetic uncompiled: compiling takes seconds
                 operand = oracle_cast(apply_to(name, tensor, form.transform, vectors), form)
             else:
                 (operand,) = cast(name, tensor, [form], vectors)
             self._operands[name, form, turn] = operand
         return self._operands[name, form, turn]
+
+    def is_compiled(self, name: TensorName, form: Form) -> bool:
+        return is_compiled(form, _cast_problem(name, self.tensors.stored(name, 0)))
 
     def reference(self, role: Role) -> Tensor:
         """The role's output at float64, without bias."""

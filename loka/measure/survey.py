@@ -10,18 +10,19 @@ from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.progress import Progress, Silent
 from loka.core.recipe import Transform
-from loka.core.record import Record
+from loka.core.record import Record, SiteRecord
 from loka.core.survey import SiteSurvey, Survey, SurveyDocument
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_named, device_of
-from loka.measure.block import KERNEL, Blocks
+from loka.measure.block import Blocks, block_shape, is_fused
+from loka.measure.block_parts import BlockShape
 from loka.measure.ceiling import describe_ceiling, measure_ceiling
 from loka.measure.error import GATE, BrokenDevice, usual_rows, vector_of
 from loka.measure.partial import Partial, identity_of
 from loka.measure.parts import Option, baseline_kernel
-from loka.measure.site_survey import Bench, plain_options, survey_site
+from loka.measure.site_survey import Bench, plain_options, row_counts, survey_site
 from loka.measure.speed import Speeds, TimedShape
-from loka.measure.trial import Trial, needs_trial, try_kernels
+from loka.measure.trial import BLOCK_KERNEL, AnyTrial, BlockTrial, Trial, children_for, needs_trial, try_kernels
 
 
 def measure(
@@ -68,12 +69,13 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
 def _measure(
     record: Record, names: tuple[str, ...], device: torch.device, environment: Environment, partial: Partial, shown: Progress
 ) -> SurveyDocument:
-    speeds, blocks = Speeds(device), Blocks(record.dtype, device, partial.left_out.get(KERNEL))
+    speeds = Speeds(device)
     ceiling = measure_ceiling(record, speeds, names[0], environment)
     shown.say(describe_ceiling(ceiling, record))
     done = partial.sites
     todo = [site for name, site in record.sites.items() if name not in done]
-    failed = {} if not todo else _failed_trials(record, names, device, speeds, partial, shown)
+    failed, failed_blocks = _failed_trials(record, todo, names, device, speeds, partial, shown)
+    blocks = Blocks(record.dtype, device, partial.left_out.get(BLOCK_KERNEL), failed_blocks)
     bench = Bench(names, record.dtype, device, speeds, blocks, record.findings, failed)
     shown.start(len(record.sites), len(done))
     for site in todo:
@@ -99,12 +101,18 @@ def _measure(
 
 
 def _failed_trials(
-    record: Record, names: tuple[str, ...], device: torch.device, speeds: Speeds, partial: Partial, shown: Progress
-) -> dict[tuple[Option, int, int], str]:
-    """Kernels that failed, in a process of their own or in an earlier attempt, by option and shape of the layer."""
-    trials: dict[Trial, tuple[Option, int, int]] = {}
+    record: Record,
+    sites: Iterable[SiteRecord],
+    names: tuple[str, ...],
+    device: torch.device,
+    speeds: Speeds,
+    partial: Partial,
+    shown: Progress,
+) -> tuple[dict[tuple[Option, int, int], str], dict[BlockShape, str]]:
+    """What failed, in a process of its own or in an earlier attempt: kernels by option and shape of the layer, and blocks."""
+    trials: dict[AnyTrial, tuple[Option, int, int] | None] = {}
     failed: dict[tuple[Option, int, int], str] = {}
-    for site in record.sites.values():
+    for site in sites:
         if not site.was_called or not site.calls:
             continue
         for option in plain_options(site, names):
@@ -116,12 +124,16 @@ def _failed_trials(
                 module = type(KERNELS.get(option.kernel)).__module__
                 trial = Trial(option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device))
                 trials[trial] = (option, site.k, site.n)
+        if BLOCK_KERNEL not in partial.left_out and is_fused(site, record.dtype, device):
+            trials |= {BlockTrial(block_shape(site, m, record.dtype), str(device)): None for m in row_counts(site)}
     if trials:
-        shown.say(f"trying {len({trial.kernel for trial in trials})} kernels in a process of their own")
-    failures = try_kernels(trials)
+        kernels = len({trial.kernel for trial in trials})
+        shown.say(f"trying {kernels} kernels at {len(trials)} problems in processes of their own")
+    failures = try_kernels(trials, children=children_for(device.type))
     for kernel in dict.fromkeys(trial.kernel for trial in failures):
         shown.say(f"  {kernel}: {next(why for trial, why in failures.items() if trial.kernel == kernel)}")
-    return failed | {trials[trial]: why for trial, why in failures.items()}
+    failed_blocks = {trial.shape: why for trial, why in failures.items() if isinstance(trial, BlockTrial)}
+    return failed | {key: why for trial, why in failures.items() if (key := trials[trial])}, failed_blocks
 
 
 def _vectors(record: Record, document: SurveyDocument) -> dict[str, torch.Tensor]:

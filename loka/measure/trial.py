@@ -1,7 +1,8 @@
-"""Trying kernels in a process of their own first: one that hangs, or breaks the GPU for its process, then costs only that.
+"""Trying kernels in processes of their own first: one that hangs, or breaks the GPU for its process, then costs only that.
 
-The child (``loka.measure.trial_child``) gets one problem a line and answers each. A kernel that raises is refused for that
-problem; one that takes its process down, or too long, is not tried again.
+A child (``loka.measure.trial_child``) gets one problem a line and answers each. A kernel that raises is refused for that
+problem; one that takes its process down, or too long, is not tried again. What a child compiles stays on disk, so several of
+them at once are also how a measurement on a GPU gets its kernels compiled in little time.
 """
 
 import os
@@ -11,20 +12,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 
 import msgspec
 
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format
 from loka.kernels.contract import KERNELS
+from loka.measure.block_parts import BlockShape
 
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
 LIMIT_S = 60.0  # to compile a kernel and run it once
+BLOCK_KERNEL = "triton.block"
+MOST_CHILDREN = 12  # each holds a CUDA context and compiles on a core of its own
 # Plain products of torch, which the reference itself is made of.
 TRUSTED = ("loka.kernels.providers.torch_high", "loka.kernels.providers.reference")
 
 
-class Trial(msgspec.Struct, frozen=True):
+class Trial(msgspec.Struct, frozen=True, tag="kernel"):
     """One problem of one kernel, to be run once on normal values. ``module`` registers the kernel when imported."""
 
     kernel: str
@@ -34,6 +40,23 @@ class Trial(msgspec.Struct, frozen=True):
     dtype: Format
     weight_dtype: Format
     device: str
+
+    def __str__(self) -> str:
+        return f"{self.role} of {self.shape}"
+
+
+class BlockTrial(msgspec.Struct, frozen=True, tag="block"):
+    """One block, to be run once in each way that it will be timed in."""
+
+    shape: BlockShape
+    device: str
+    kernel: str = BLOCK_KERNEL
+
+    def __str__(self) -> str:
+        return str(self.shape)
+
+
+AnyTrial = Trial | BlockTrial
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -50,31 +73,69 @@ def needs_trial(kernel: str) -> bool:
     return type(KERNELS.get(kernel)).__module__ not in TRUSTED
 
 
-def try_kernels(trials: Iterable[Trial]) -> dict[Trial, str]:
+def children_for(device_type: str) -> int:
+    """How many try kernels at once: on a CPU, where nothing is compiled and all would share the cores, one."""
+    return min(MOST_CHILDREN, len(os.sched_getaffinity(0))) if device_type == "cuda" else 1
+
+
+def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTrial, str]:
     """The trials that failed, and why. A kernel registered by a module that cannot be imported is not tried."""
-    failures: dict[Trial, str] = {}
-    fatal: dict[str, str] = {}
-    child: _Child | None = None
-    try:
-        for trial in trials:
-            if trial.kernel in fatal:
-                failures[trial] = fatal[trial.kernel]
-                continue
-            child = child or _Child()
-            try:
-                answer = child.ask(trial)
-            except _Gone as gone:
-                answer = Answer(f"{gone} at {trial.role} of {trial.shape}, tried in a process of its own", broken=True)
-            if answer.why_not is not None:
-                failures[trial] = answer.why_not
-            if answer.broken:
-                fatal[trial.kernel] = failures[trial]
+    tried = _Tried(list(trials))
+    with ThreadPoolExecutor(children) as pool:
+        try:
+            list(pool.map(lambda _: tried.try_all(), range(min(children, len(tried.trials)))))
+        except BaseException:
+            tried.stop()
+            raise
+    return {trial: tried.failures[trial] for trial in tried.trials if trial in tried.failures}
+
+
+class _Tried:
+    """Trials that several children share out."""
+
+    def __init__(self, trials: list[AnyTrial]) -> None:
+        self.trials = trials
+        self.failures: dict[AnyTrial, str] = {}
+        self._todo = iter(trials)
+        self._fatal: dict[str, str] = {}  # by kernel
+        self._lock = Lock()
+
+    def stop(self) -> None:
+        self._todo = iter(())
+
+    def try_all(self) -> None:
+        """Take trials as long as there are some, in one child after another."""
+        child: _Child | None = None
+        try:
+            while (trial := self._next()) is not None:
+                child = child or _Child()
+                if self._failed_for_good(trial, child):
+                    child.close()
+                    child = None
+        finally:
+            if child is not None:
                 child.close()
-                child = None
-    finally:
-        if child is not None:
-            child.close()
-    return failures
+
+    def _next(self) -> AnyTrial | None:
+        """One whose kernel is not known to be fatal."""
+        with self._lock:
+            for trial in self._todo:
+                if trial.kernel not in self._fatal:
+                    return trial
+                self.failures[trial] = self._fatal[trial.kernel]
+            return None
+
+    def _failed_for_good(self, trial: AnyTrial, child: "_Child") -> bool:
+        try:
+            answer = child.ask(trial)
+        except _Gone as gone:
+            answer = Answer(f"{gone} at {trial}, tried in a process of its own", broken=True)
+        with self._lock:
+            if answer.why_not is not None:
+                self.failures[trial] = answer.why_not
+            if answer.broken:
+                self._fatal[trial.kernel] = self.failures[trial]
+        return answer.broken
 
 
 class _Child:
@@ -91,7 +152,7 @@ class _Child:
         self._buffer = b""
         self._answer(START_LIMIT_S)
 
-    def ask(self, trial: Trial) -> Answer:
+    def ask(self, trial: AnyTrial) -> Answer:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(trial) + b"\n")

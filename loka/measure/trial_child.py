@@ -8,32 +8,57 @@ from typing import BinaryIO
 import msgspec
 import torch
 
+from loka.core.gemm import Role, TensorName
 from loka.kernels.contract import KERNELS
+from loka.measure.block_parts import BlockShape, block_calls, random_block
 from loka.measure.parts import Option, SiteParts, SiteTensors, told
-from loka.measure.trial import Answer, Trial
+from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial
+from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import torch_dtype
 
 
-def run(trial: Trial) -> Answer:
-    """The kernel's product of normal values, waited for."""
-    if trial.kernel not in KERNELS:
-        try:
-            importlib.import_module(trial.module)
-        except ImportError:
-            return Answer(tried=False)
-        if trial.kernel not in KERNELS:
-            return Answer(tried=False)
+def run(trial: AnyTrial) -> Answer:
+    """The answer to one line: everything that will be timed, run once on normal values and waited for."""
+    if isinstance(trial, Trial) and not _is_known(trial):
+        return Answer(tried=False)
     device = torch.device(trial.device)
-    tensors = SiteTensors.random(
-        trial.shape, torch_dtype(trial.dtype), device, weight_dtype=torch_dtype(trial.weight_dtype), copies=1
-    )
     try:
-        SiteParts(tensors).multiply(Option(trial.kernel, trial.role))
+        _run_block(trial.shape, device) if isinstance(trial, BlockTrial) else _run_kernel(trial, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as failure:  # any library's any error: the reason is the result
         return Answer(told(failure), broken=not is_well(device))
     return Answer()
+
+
+def _is_known(trial: Trial) -> bool:
+    if trial.kernel not in KERNELS:
+        try:
+            importlib.import_module(trial.module)
+        except ImportError:
+            return False
+    return trial.kernel in KERNELS
+
+
+def _run_kernel(trial: Trial, device: torch.device) -> None:
+    """The kernel's product, and the casts that share a read with its other roles' ones."""
+    tensors = SiteTensors.random(
+        trial.shape, torch_dtype(trial.dtype), device, weight_dtype=torch_dtype(trial.weight_dtype), copies=1
+    )
+    parts, option = SiteParts(tensors), Option(trial.kernel, trial.role)
+    parts.multiply(option)
+    for name in TensorName:
+        forms = {Option(trial.kernel, role).form_of(name): None for role in Role}
+        shared = tuple(form for form in forms if form is not None and form.spec.format.is_8bit)
+        if option.form_of(name) in shared and not any(parts.is_compiled(name, form) for form in shared):
+            parts.cast(name, shared, 0)
+
+
+def _run_block(shape: BlockShape, device: torch.device) -> None:
+    block = random_block(shape, device)
+    assert isinstance(block, FusedBlock), block
+    for call in block_calls(shape, block, copies=1).values():
+        call(0)
 
 
 def is_well(device: torch.device) -> bool:
@@ -53,7 +78,7 @@ def answer_all(answers: BinaryIO) -> None:
 
     say(Answer())  # ready
     for line in sys.stdin.buffer:
-        say(run(msgspec.json.decode(line, type=Trial)))
+        say(run(msgspec.json.decode(line, type=AnyTrial)))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
         calls.update(candidates)
         return {name: Timing(10.0 * (1 + index), 0, 0, 1) for index, name in enumerate(candidates)}
 
-    monkeypatch.setattr(Blocks, "_why_not", lambda self, block: None)
+    monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
     monkeypatch.setattr("loka.measure.block.time_together", times)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     site = site_record("a", weight(96, 64), **behind, has_bias=True, bias_N=torch.ones(96))
@@ -51,7 +51,7 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
 
 
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Blocks, "_why_not", lambda self, block: None)
+    monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
     monkeypatch.setattr(Blocks, "_error", lambda self, site, block: 1 / 0)
     (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", weight(8, 8), **BEHIND), [32])
     assert block == BlockCandidate("triton.block", "norm", "act", why_not="failed: ZeroDivisionError: division by zero")

@@ -199,7 +199,7 @@ class TestSitesOfAllKinds:
         assert reasons["alone"] == []
         assert reasons["block_norm"] == ["needs an NVIDIA GPU"]
         assert "apply the Mod block_norm" in reasons["layer_norm"][0]
-        assert "act is a MyActivation, which is no class of torch.nn" in reasons["own"][0]
+        assert "MyActivation, which follows it, is no class of torch.nn" in reasons["own"][0]
 
 
 class TestCeiling:

@@ -1,0 +1,115 @@
+"""A block as ``measure`` runs it: built from what the Record says of it, and the calls whose times a Survey holds."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.gemm import SiteShape, TensorName
+from loka.core.recipe import Format, Scaling
+from loka.kernels.casting import cast
+from loka.kernels.operand import Form, OperandSpec
+from loka.measure.timing import Candidate
+from loka.nn.block_norm import BlockNorm
+from loka.nn.block_reference import block_reference
+from loka.nn.fused_block import FusedBlock
+from loka.numerics.formats import torch_dtype
+
+INPUT_FORM = Form(OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16), False)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """All that decides how long a block takes; norm and activation by their class."""
+
+    site: SiteShape
+    dtype: Format
+    weight_dtype: Format
+    has_bias: bool
+    norm: str | None
+    activation: str | None
+
+    def __str__(self) -> str:
+        return " → ".join(part for part in (f"linear {self.site}", self.norm, self.activation) if part)
+
+
+def build_block(shape: BlockShape, weight_NK: Tensor, bias_N: Tensor | None, device: torch.device) -> FusedBlock | str:
+    """The block around copies of its parameters, norm and activation as they are made by default; or why there is none."""
+    norm, activation = _built(shape.norm, shape.site.n), _built(shape.activation, None)
+    for part in (norm, activation):
+        if isinstance(part, str):
+            return part
+    linear = nn.Linear(shape.site.k, shape.site.n, bias=bias_N is not None)
+    linear.weight = nn.Parameter(weight_NK.detach().clone())
+    if bias_N is not None:
+        linear.bias = nn.Parameter(bias_N.detach().clone())
+    return FusedBlock.from_modules(linear, norm, activation).to(device)  # pyrefly: ignore[bad-argument-type]
+
+
+def _built(kind: str | None, n_features: int | None) -> nn.Module | str | None:
+    if kind is None:
+        return None
+    if kind == BlockNorm.__name__ and n_features is not None:
+        return BlockNorm(n_features)
+    found = getattr(nn, kind, None)
+    if found is None:
+        return f"{kind}, which follows it, is no class of torch.nn: no fused kernel computes it"
+    return found() if n_features is None else found(n_features)
+
+
+def random_block(shape: BlockShape, device: torch.device) -> FusedBlock | str:
+    """The block with normal weights."""
+    n, k, dtype = shape.site.n, shape.site.k, torch_dtype(shape.weight_dtype)
+    weight_NK = torch.randn(n, k, device=device) * k**-0.5
+    bias_N = torch.zeros(n, device=device, dtype=dtype) if shape.has_bias else None
+    return build_block(shape, weight_NK.to(dtype), bias_N, device)
+
+
+def autocast_for(block: FusedBlock, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """How a model that runs in ``dtype`` calls a block whose weights are stored in another."""
+    return torch.autocast(block.weight.device.type, dtype, enabled=block.weight.dtype is not dtype)
+
+
+def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[str, Candidate]:
+    """What is timed of a block, fused and as torch compiles it, by name. Turns rotate over ``copies`` of the block."""
+    device, dtype, site = block.weight.device, torch_dtype(shape.dtype), shape.site
+    blocks = [_copy(block) for _ in range(copies)]
+    x_MK = torch.randn(site.m, site.k, device=device, dtype=dtype)
+    dy_MN = 1e-3 * torch.randn(site.m, site.n, device=device, dtype=dtype)
+    compiled = torch.compile(block_reference, dynamic=False, fullgraph=True)
+
+    def baseline(x: Tensor, copy: FusedBlock) -> Tensor:
+        return compiled(x, copy.weight, copy.bias, copy.norm, copy.activation)
+
+    def fused(x: Tensor, copy: FusedBlock) -> Tensor:
+        return copy(x)
+
+    def forward(turn: int, run: Callable[[Tensor, FusedBlock], Tensor]) -> object:
+        with torch.no_grad(), autocast_for(block, dtype):
+            return run(x_MK, blocks[turn % copies])
+
+    def training(turn: int, run: Callable[[Tensor, FusedBlock], Tensor]) -> object:
+        copy = blocks[turn % copies]
+        x = x_MK.detach().requires_grad_()
+        with autocast_for(block, dtype):
+            y_MN = run(x, copy)
+        gradients = torch.autograd.grad(y_MN, [x, *copy.parameters()], dy_MN.to(y_MN.dtype))
+        if run is fused:
+            copy.refresh_weight_casts()  # once a step
+        return gradients
+
+    return {
+        "input_cast": lambda _: cast(TensorName.X, x_MK, [INPUT_FORM]),
+        "forward": partial(forward, run=fused),
+        "training": partial(training, run=fused),
+        "baseline_forward": partial(forward, run=baseline),
+        "baseline_training": partial(training, run=baseline),
+    }
+
+
+def _copy(block: FusedBlock) -> FusedBlock:
+    bias = None if block.bias is None else nn.Parameter(block.bias.detach().clone())
+    return FusedBlock(nn.Parameter(block.weight.detach().clone()), bias, block.norm, block.activation)

@@ -1,0 +1,89 @@
+"""Trials shared out among several children: each problem once, a kernel that takes its child down never again."""
+
+from threading import Barrier
+
+import pytest
+import torch
+from stand_in_records import record_of, site_record
+
+from loka.core.gemm import Role, SiteShape
+from loka.core.recipe import Format
+from loka.measure import trial as module
+from loka.measure.block_parts import BlockShape
+from loka.measure.survey import measure
+from loka.measure.trial import Answer, BlockTrial, Trial, try_kernels
+from loka.measure.trial_child import run
+
+
+def problem(kernel: str, m: int = 32) -> Trial:
+    shape = SiteShape(m, 64, 48)
+    return Trial(kernel, "loka.kernels.providers.reference", Role.FPROP, shape, Format.FP32, Format.FP32, "cpu")
+
+
+class _Children:
+    """Stands in for child processes: kernels answer by their name, and all children must be at work at once to begin."""
+
+    def __init__(self, n: int) -> None:
+        self.barrier, self.asked, self.closed = Barrier(n), [], 0
+
+    def __call__(self) -> "_Children":
+        self.barrier.wait(timeout=10)
+        self.barrier = Barrier(1)
+        return self
+
+    def ask(self, trial: Trial) -> Answer:
+        self.asked.append(trial)
+        if trial.kernel == "dies":
+            raise module._Gone("ended its process with exit code 3")
+        if trial.kernel == "interrupted":
+            raise KeyboardInterrupt
+        return Answer("failed: no such tile" if trial.kernel == "raises" and trial.shape.m == 64 else None)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_shared_out_each_once_and_a_fatal_kernel_never_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = _Children(3)
+    monkeypatch.setattr(module, "_Child", children)
+    trials = [problem(kernel, m) for m in (32, 64, 128) for kernel in ("fine", "raises")]
+    failures = try_kernels(trials, children=3)
+    assert failures == {problem("raises", 64): "failed: no such tile"}
+    assert sorted(children.asked, key=str) == sorted(trials, key=str)
+    assert children.closed == 3
+
+    children = _Children(1)
+    monkeypatch.setattr(module, "_Child", children)
+    failures = try_kernels([problem("dies"), problem("dies", 64), problem("fine")])
+    told = "ended its process with exit code 3 at fprop of 32x64x48, tried in a process of its own"
+    assert failures == {problem("dies"): told, problem("dies", 64): told}
+    assert children.asked == [problem("dies"), problem("fine")]
+
+
+def test_an_interrupt_leaves_the_rest_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = _Children(1)
+    monkeypatch.setattr(module, "_Child", children)
+    with pytest.raises(KeyboardInterrupt):
+        try_kernels([problem("interrupted"), problem("fine")])
+    assert children.asked == [problem("interrupted")]
+    assert children.closed == 1
+
+
+def test_the_child_runs_products_and_blocks() -> None:
+    assert run(problem("reference.rowwise")) == Answer()
+    assert run(problem("nobody.knows")) == Answer(tried=False)
+    shape = BlockShape(SiteShape(32, 64, 48), Format.FP32, Format.FP32, False, None, "NoSuchActivation")
+    assert "NoSuchActivation" in (run(BlockTrial(shape, "cpu")).why_not or "")
+
+
+def test_a_block_that_fails_its_trial_is_refused_and_the_rest_surveyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_blocks(trials: dict, children: int) -> dict:
+        return {trial: "hung for 60 s" for trial in trials if isinstance(trial, BlockTrial)}
+
+    monkeypatch.setattr("loka.measure.survey.try_kernels", fail_blocks)
+    monkeypatch.setattr("loka.measure.survey.is_fused", lambda *_: True)
+    monkeypatch.setattr("loka.nn.fused_block.FusedBlock.why_reference", None)
+    site = site_record("a", torch.eye(32), trains=False, activation="act", activation_kind="ReLU")
+    (surveyed,) = measure(record_of(site), kernels=["reference.rowwise"]).sites
+    assert [block.why_not for block in surveyed.blocks] == ["hung for 60 s"]
+    assert all(candidate.error for candidate in surveyed.candidates)
