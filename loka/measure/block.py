@@ -54,7 +54,7 @@ class Blocks:
 
     def _why_not(self, block: FusedBlock, shapes: Mapping[int, BlockShape]) -> str | None:
         failures = (self._failed[shape] for shape in shapes.values() if shape in self._failed)
-        return block.why_reference or self._left_out or next(failures, None)
+        return next(failures, None) or self._left_out or block.why_reference
 
     def _error(self, site: SiteRecord, block: FusedBlock) -> dict[Role, OptionError]:
         errors = {role: OptionError() for role in (Role if site.trains else (Role.FPROP,))}

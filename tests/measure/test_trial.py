@@ -82,7 +82,6 @@ def test_a_block_that_fails_its_trial_is_refused_and_the_rest_surveyed(monkeypat
 
     monkeypatch.setattr("loka.measure.survey.try_kernels", fail_blocks)
     monkeypatch.setattr("loka.measure.survey.is_fused", lambda *_: True)
-    monkeypatch.setattr("loka.nn.fused_block.FusedBlock.why_reference", None)
     site = site_record("a", torch.eye(32), trains=False, activation="act", activation_kind="ReLU")
     (surveyed,) = measure(record_of(site), kernels=["reference.rowwise"]).sites
     assert [block.why_not for block in surveyed.blocks] == ["hung for 60 s"]
