@@ -5,7 +5,7 @@
 S is kept whole, as blocks along its diagonal, or as its diagonal with a sketch of few rows whose Gram matrix is nearly S.
 The first two merge exactly; a sketch keeps the largest directions and is approximate.
 
-Axes:  R rows,  D features (a site's x and dy side by side),  B blocks of width W,  L rows of the sketch.
+Axes:  R rows,  D features (a site's x and the two parts of its dy side by side),  B blocks of width W,  L rows of the sketch.
 """
 
 from enum import StrEnum
@@ -103,6 +103,22 @@ def variance_of(state: State) -> "Tensor":
     else:
         scatter_D = state["scatter_D"]
     return (scatter_D / (state["count"] - 1).clamp(min=1).float()).clamp(min=0)
+
+
+def project(state: State, weight_JD: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Mean and variance of Σ_d w_d·v_d for every row w of ``weight_JD``, in whichever form S was kept."""
+    degrees = (state["count"] - 1).clamp(min=1).float()
+    form = covariance_of(state)
+    if form is Covariance.FULL:
+        variance_J = ((weight_JD @ state["scatter_DD"]) * weight_JD).sum(1) / degrees
+    elif form is Covariance.BLOCKS:
+        weight_BJW = _in_blocks(weight_JD)
+        variance_J = ((weight_BJW @ state["scatter_BWW"]) * weight_BJW).sum((0, 2)) / degrees
+    else:
+        sketch_LD = state["sketch_LD"]
+        rest_D = (variance_of(state) - sketch_LD.square().sum(0) / degrees).clamp(min=0)
+        variance_J = (weight_JD @ sketch_LD.t()).square().sum(1) / degrees + weight_JD.square() @ rest_D
+    return weight_JD @ state["mean_D"], variance_J.clamp(min=0)
 
 
 def _in_blocks(rows_RD: "Tensor") -> "Tensor":

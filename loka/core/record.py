@@ -2,7 +2,7 @@
 
 One file, run/record.safetensors: the tensors, and in its metadata the rest as a JSON document.
 
-Axes:  M rows,  K in_features,  N out_features,  D = K + N, a site's x and dy side by side.
+Axes:  M rows,  K in_features,  N out_features,  D = K + N + 1, a site's x and the two parts of its dy side by side.
 """
 
 import dataclasses
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCHEMA = "loka.record/1"
+    from loka.core.sampling import Sampler
+
+SCHEMA = "loka.record/2"
 FILE = "record.safetensors"
+SAME_DIRECTION = 0.9  # the cosine
 _MADE_BY = "loka probe WORKLOAD -o {}"
 
 
@@ -94,16 +97,14 @@ class SiteRecord(SiteFacts):
 
     def sample(self, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor | None]":
         """x_MK, and dy_MN where the site trains, drawn together from what was learned: FP32, on the generator's device."""
-        from loka.core.sampling import draw
-
-        return draw(self.factors, self.k, self.trains, rows, generator)
+        return self._sampler.draw(rows, generator)
 
     @cached_property
-    def factors(self) -> "dict[str, Tensor]":
-        """What ``sample`` multiplies, made once."""
-        from loka.core.sampling import prepare
+    def _sampler(self) -> "Sampler":
+        from loka.core.sampling import make_sampler
 
-        return prepare(self._moments)
+        assert self._moments  # refuses a site that was never called
+        return make_sampler(self.statistics, self.k, self.weight_NK)
 
     def sample_weight(self, generator: "torch.Generator") -> "Tensor":
         """A weight as it was at some time of the run, drawn from what was learned: for a Probe with ``weights_over_time``."""
@@ -128,16 +129,27 @@ class SiteRecord(SiteFacts):
             self,
             trains=self.trains or other.trains,
             calls={m: share * self.calls.get(m, 0.0) + (1 - share) * other.calls.get(m, 0.0) for m in sizes},
-            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
+            notes=tuple(dict.fromkeys((*self.notes, *other.notes, *self._split_differs(other)))),
             statistics=self._merged_statistics(other),
         )
+
+    def _split_differs(self, other: "SiteRecord") -> tuple[str, ...]:
+        """A note where the two Probes split dy along different directions: what is known of its parts is then approximate."""
+        from loka.core.gradient_rows import alignment
+
+        references = [
+            site.statistics["gradients"].tensors["reference_N"] for site in (self, other) if "gradients" in site.statistics
+        ]
+        if len(references) < 2 or alignment(*references) > SAME_DIRECTION:
+            return ()
+        return ("merged from gradients of different directions: their distribution is approximate",)
 
     def _merged_statistics(self, other: "SiteRecord") -> dict[str, Statistic]:
         """Where one of them alone has seen gradients, its own: x without its dy cannot be paired with any."""
         a, b = self.statistics, other.statistics
         if self.trains != other.trains and a and b:
             return a if self.trains else b
-        for name in a.keys() & b.keys():
+        for name in sorted(a.keys() & b.keys(), key=lambda name: name != "moments"):
             if _shapes(a[name]) != _shapes(b[name]):
                 raise InvalidInput(
                     f"site {self.name}: {name} was kept in two forms, {_form(a[name])} and {_form(b[name])}: merge records of "

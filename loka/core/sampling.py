@@ -1,49 +1,137 @@
-"""Drawing rows of x and dy from what was learned of them."""
+"""Drawing rows of x and dy from what was learned of them.
 
+    z = normal · L,  L Lᵀ the correlation of z (latent.py)
+    x, u, e = Q(Φ(z))                 every feature by its own quantiles (marginals.py)
+    dy = e·u                          (gradient_rows.py)
+    dy ← dy + |e|·x·G                 where Σ dyᵀx would not be the gradient that the weight had
+
+The last is for outputs with a gradient only: zeros stay zero, and weak rows weak. Where features of x cancel in y = x·wᵀ
+otherwise than the covariance says they do, x is drawn as normal instead: there all depends on what cancels, and that the
+covariance knows.
+
+Axes:  M rows,  K in_features,  N out_features,  D = K + N + 1 features of x, u and e (K where nothing trains),  L levels.
+"""
+
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from loka.core.moments import Covariance, State, covariance_of, variance_of
+from loka.core.gradient_rows import strength
+from loka.core.latent import Latent, latent_of
+from loka.core.marginals import level_scores, values_at
+from loka.core.moments import State, project, variance_of
+from loka.core.statistics import Statistic
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+TRIAL_PRODUCTS = 4e9  # multiplications of a trial draw, of which it takes some to set a sampler up
+MOST_TRIAL_ROWS, LEAST_TRIAL_ROWS = 8192, 1024
+CANCELS_OTHERWISE = 0.1  # by which E[y²] may be off, next to what independent features would give
+OUTPUTS = 256  # that stand for all
+WRONG_GRADIENT = 0.1  # by which E[dw] may be off, next to the size of dw
+CORRECTIONS = 3  # of G: zeros stay zero, so that one does not hit
+RIDGE = 1e-4  # of the mean eigenvalue of E[xᵀx]: G follows no direction that x hardly has
 
-def prepare(moments: State) -> State:
-    """mean_D and the factor of Σ by which normal numbers are multiplied."""
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws x and dy of one site. ``make_sampler`` makes it, on the device of the statistics."""
+
+    k: int
+    latent: Latent
+    values_LD: "Tensor"  # quantiles
+    reference_N: "Tensor | None" = None  # None where the site does not train
+    pull_KN: "Tensor | None" = None  # G
+
+    def draw(self, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor | None]":
+        """x_MK, and dy_MN where gradients were seen; FP32, on the generator's device."""
+        import torch
+
+        device = generator.device
+        values_MD = values_at(self.values_LD.to(device), self.latent.draw(rows, generator))
+        x_MK = values_MD[:, : self.k].contiguous()
+        if self.reference_N is None:
+            return x_MK, None
+        u_MN, e_M = values_MD[:, self.k : -1], values_MD[:, -1]
+        length_M = strength(u_MN, self.reference_N.to(device))
+        dy_MN = u_MN * torch.where(length_M > 0, e_M / length_M, 0.0)[:, None]
+        if self.pull_KN is not None:
+            dy_MN = torch.where(dy_MN != 0, dy_MN + e_M.abs()[:, None] * (x_MK @ self.pull_KN.to(device)), 0.0)
+        return x_MK, dy_MN
+
+
+def make_sampler(statistics: dict[str, Statistic], k: int, weight_NK: "Tensor") -> Sampler:
+    """The sampler of a site."""
     import torch
 
-    mean_D, form = moments["mean_D"], covariance_of(moments)
-    degrees = (moments["count"] - 1).clamp(min=1)
-    if form is Covariance.FULL:
-        values_D, vectors_DD = torch.linalg.eigh(moments["scatter_DD"].double() / degrees)
-        factor_DD = (vectors_DD * values_D.clamp(min=0).sqrt()).t()
-        return {"mean_D": mean_D, "factor_DD": factor_DD.float()}
-    if form is Covariance.BLOCKS:
-        values_BW, vectors_BWW = torch.linalg.eigh(moments["scatter_BWW"].double() / degrees)
-        return {"mean_D": mean_D, "factor_BWW": (vectors_BWW * values_BW.clamp(min=0).sqrt()[:, None]).mT.float()}
-    factor_LD = moments["sketch_LD"] / degrees.sqrt().float()
-    rest_D = (variance_of(moments) - factor_LD.square().sum(0)).clamp(min=0)
-    return {"mean_D": mean_D, "factor_LD": factor_LD, "rest_D": rest_D.sqrt()}
+    moments, values_LD = statistics["moments"].tensors, statistics["quantiles"].tensors["values_LD"]
+    gradients = statistics["gradients"].tensors if "gradients" in statistics else None
+    reference_N = None if gradients is None else (gradients["reference_N"] / gradients["count"]).float()
+    sampler = Sampler(k, latent_of(moments, values_LD), values_LD, reference_N)
+    if _cancels_otherwise(sampler, moments, weight_NK.to(values_LD.device)):
+        normal_LD = moments["mean_D"] + level_scores(len(values_LD), values_LD)[:, None] * variance_of(moments).sqrt()
+        values_LD = torch.cat([normal_LD[:, :k], values_LD[:, k:]], dim=1)
+        sampler = Sampler(k, latent_of(moments, values_LD), values_LD, reference_N)
+    return sampler if gradients is None else _with_gradient(sampler, gradients)
 
 
-def draw(factors: State, k: int, trains: bool, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor | None]":
-    """x_MK and dy_MN: mean + normal · factor, on the generator's device."""
+def _trial(sampler: Sampler) -> "tuple[Tensor, Tensor | None]":
+    """A draw that is the same every time."""
     import torch
 
-    device = generator.device
-    mean_D = factors["mean_D"].to(device)
-    if "factor_DD" in factors:
-        normal = torch.randn(rows, mean_D.shape[0], generator=generator, device=device)
-        values_MD = normal @ factors["factor_DD"].to(device)
-    elif "factor_BWW" in factors:
-        factor_BWW = factors["factor_BWW"].to(device)
-        normal = torch.randn(factor_BWW.shape[0], rows, factor_BWW.shape[1], generator=generator, device=device)
-        values_MD = (normal @ factor_BWW).transpose(0, 1).flatten(1)[:, : mean_D.shape[0]]
-    else:
-        factor_LD = factors["factor_LD"].to(device)
-        normal = torch.randn(rows, factor_LD.shape[0], generator=generator, device=device)
-        own = torch.randn(rows, mean_D.shape[0], generator=generator, device=device)
-        values_MD = normal @ factor_LD + own * factors["rest_D"].to(device)
-    values_MD = values_MD + mean_D
-    return values_MD[:, :k].contiguous(), values_MD[:, k:].contiguous() if trains else None
+    rows = int(min(MOST_TRIAL_ROWS, max(LEAST_TRIAL_ROWS, TRIAL_PRODUCTS / sampler.latent.n_features**2)))
+    return sampler.draw(rows, torch.Generator(sampler.values_LD.device).manual_seed(0))
+
+
+def _cancels_otherwise(sampler: Sampler, moments: State, weight_NK: "Tensor") -> bool:
+    """Whether E[y²], next to Σ w_k²·E[x_k²], is another in draws than by the moments. A heavy tail is in both, and cancels."""
+    from torch.nn.functional import pad
+
+    weight_JK = weight_NK[:: -(-weight_NK.shape[0] // OUTPUTS)]
+    squares_K = weight_JK.double().square().sum(0)
+
+    def share(second: float, of_x_K: "Tensor") -> float:
+        terms = float(squares_K @ of_x_K.double())
+        return second / terms if terms > 0 else 0.0
+
+    mean_J, variance_J = project(moments, pad(weight_JK, (0, moments["mean_D"].shape[0] - sampler.k)))
+    of_x_D = variance_of(moments).double() + moments["mean_D"].double().square()
+    expected = share(float((mean_J.double().square() + variance_J).sum()), of_x_D[: sampler.k])
+    x_MK, _ = _trial(sampler)
+    drawn = share(float((x_MK @ weight_JK.t()).double().square().mean(0).sum()), x_MK.double().square().mean(0))
+    return abs(drawn - expected) > CANCELS_OTHERWISE * expected
+
+
+def _with_gradient(sampler: Sampler, gradients: State) -> Sampler:
+    """The sampler, with a G where without it E[dw] is not what it was."""
+    reference_N = sampler.reference_N
+    if reference_N is None or "dw_NK" not in gradients or not gradients["m"] > 0:
+        return sampler
+    rows, products = float(gradients["m"]), float(gradients["products"] / gradients["count"])
+    wanted_NK = gradients["dw_NK"].double() / rows
+    length = float(wanted_NK.square().sum())
+    if not length > 0:
+        return sampler
+    wanted_NK *= math.sqrt(max(0.0, 1 - products / rows / length))  # without what chance adds to the length of an average
+    size = float(wanted_NK.square().sum()) + products * float(gradients["steps"]) / rows  # E|dw|² of one step, over its rows²
+    for _ in range(CORRECTIONS):
+        x_MK, dy_MN = _trial(sampler)
+        assert dy_MN is not None
+        missing_NK = wanted_NK - dy_MN.double().t() @ x_MK.double() / len(x_MK)
+        by_chance = products / len(x_MK) + products / rows
+        if float(missing_NK.square().sum()) - by_chance <= WRONG_GRADIENT**2 * size:
+            break
+        more_KN = _solved(x_MK.double(), strength(dy_MN, reference_N).double(), missing_NK)
+        sampler = replace(sampler, pull_KN=more_KN if sampler.pull_KN is None else sampler.pull_KN + more_KN)
+    return sampler
+
+
+def _solved(x_MK: "Tensor", e_M: "Tensor", missing_NK: "Tensor") -> "Tensor":
+    """G for which E[(|e|·x·G)ᵀx] is ``missing_NK``."""
+    import torch
+
+    square_KK = (x_MK * e_M[:, None]).t() @ x_MK / len(x_MK)
+    square_KK.diagonal().add_(RIDGE * square_KK.diagonal().mean() + torch.finfo(torch.float32).tiny)
+    return torch.linalg.solve(square_KK, missing_NK.t()).float()

@@ -6,6 +6,7 @@ A statistic is made of one batch's rows (``loka.probe.statistics``); batches, sh
 from dataclasses import dataclass
 from enum import StrEnum
 
+from loka.core.marginals import fade_quantiles, merge_quantiles
 from loka.core.matrix_normal import merge_matrix_normals
 from loka.core.moments import Covariance, State, covariance_of, fade_moments, merge_moments
 
@@ -15,6 +16,7 @@ class Rule(StrEnum):
 
     SUM = "sum"  # counts, histograms, and sums of what is averaged
     MOMENTS = "moments"  # see loka.core.moments
+    QUANTILES = "quantiles"  # see loka.core.marginals
     MATRIX_NORMAL = "matrix normal"  # see loka.core.matrix_normal
 
 
@@ -30,11 +32,13 @@ class Statistic:
         """Whether merging gives what one Probe over all rows would have; if not, it is close to that."""
         if self.rule is Rule.MOMENTS:
             return covariance_of(self.tensors) is not Covariance.LOW_RANK
-        return self.rule is not Rule.MATRIX_NORMAL
+        return self.rule is Rule.SUM
 
     def merge(self, other: "Statistic") -> "Statistic":
         if self.rule is Rule.MOMENTS:
             return Statistic(self.rule, merge_moments(self.tensors, other.tensors))
+        if self.rule is Rule.QUANTILES:
+            return Statistic(self.rule, merge_quantiles(self.tensors, other.tensors))
         if self.rule is Rule.MATRIX_NORMAL:
             return Statistic(self.rule, merge_matrix_normals(self.tensors, other.tensors))
         return Statistic(self.rule, {name: tensor + other.tensors[name] for name, tensor in self.tensors.items()})
@@ -43,4 +47,6 @@ class Statistic:
         """The same, counting for ``factor`` times as much when merged."""
         if self.rule is Rule.MOMENTS:
             return Statistic(self.rule, fade_moments(self.tensors, factor))
+        if self.rule is Rule.QUANTILES:
+            return Statistic(self.rule, fade_quantiles(self.tensors, factor))
         return Statistic(self.rule, {name: tensor * factor for name, tensor in self.tensors.items()})

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from loka.core.errors import InvalidInput
+from loka.core.marginals import LEVELS
 from loka.core.moments import Covariance, covariance_elements
 
 _BYTES = 4
@@ -55,9 +56,11 @@ def _smaller(site: nn.Linear, form: Covariance) -> Covariance:
 
 
 def _site_bytes(site: nn.Linear, form: Covariance) -> int:
-    """S, and the mean beside it."""
-    features = site.in_features + site.out_features
-    return _BYTES * (covariance_elements(form, features) + features)
+    """S, with the gradient of the weight where S is whole; the mean, the quantiles and the reference of dy."""
+    k, n = site.in_features, site.out_features
+    features = k + n + 1
+    gradient = k * n if form is Covariance.FULL else 0
+    return _BYTES * (covariance_elements(form, features) + gradient + (1 + LEVELS[form]) * features + n)
 
 
 def _mib(size: float) -> str:

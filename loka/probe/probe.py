@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from loka.core.environment import current_environment
 from loka.core.errors import InvalidInput
 from loka.core.fingerprint import fingerprint
+from loka.core.gradient_rows import reference_of
 from loka.core.recipe import Format
 from loka.core.record import Record, SiteRecord
 from loka.core.statistics import Statistic
@@ -70,6 +71,7 @@ class Probe:
         self._clock = StepClock(self._device)
         self._found: FoundBlocks | None = None
         self._statistics: dict[str, dict[str, Statistic]] = {name: {} for name in self._sites}
+        self._references: dict[str, Tensor] = {}  # of dy's direction, one for each site that trains
         self._calls: dict[str, dict[int, int]] = {name: {} for name in self._sites}
         self._bias_norms = {name: History() for name, site in self._sites.items() if site.bias is not None}
         self._weights = WeightsOverTime(self._sites) if weights_over_time else None
@@ -138,32 +140,38 @@ class Probe:
                 for call in calls:
                     self._calls[name][call.m] = self._calls[name].get(call.m, 0) + 1
                     self._dtype = call.dtype
-                if calls:
-                    self._merge(name, [rows for call in calls if (rows := self._finite_rows(name, call))])
+                if rows := self._rows_of(name, calls, seen.dw_NK.get(name)):
+                    self._merge(name, rows)
 
-    def _merge(self, name: str, batches: list[Rows]) -> None:
-        if not batches:
-            return
-        trains = any(rows.dy_RN is not None for rows in batches)
-        if trains and name not in self._trains:
+    def _merge(self, name: str, rows: Rows) -> None:
+        if rows.dy_RN is not None and name not in self._trains:
             self._trains.add(name)
             self._statistics[name] = {}  # what was learned without gradients cannot be paired with them
-        elif not trains and name in self._trains:
+        elif rows.dy_RN is None and name in self._trains:
             return
         kept = {key: statistic.fade(self._fade) for key, statistic in self._statistics[name].items()}
-        for rows in batches:
-            new = observe(rows)
-            kept = {key: kept[key].merge(statistic) if key in kept else statistic for key, statistic in new.items()}
-        self._statistics[name] = kept
+        new = observe(rows)
+        self._statistics[name] = {
+            key: kept[key].merge(statistic) if key in kept else statistic for key, statistic in new.items()
+        }
 
-    def _finite_rows(self, name: str, call: Call) -> Rows | None:
-        finite_R = call.x_RK.isfinite().all(1)
-        if call.dy_RN is not None:
-            finite_R &= call.dy_RN.isfinite().all(1)
+    def _rows_of(self, name: str, calls: list[Call], dw_NK: Tensor | None) -> Rows | None:
+        """The rows of all calls that hold no NaN or infinity."""
+        if not calls:
+            return None
+        x_RK = torch.cat([call.x_RK for call in calls])
+        gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
+        dy_RN = torch.cat(gradients) if gradients else None
+        finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
         if not finite_R.all():
             self._notes[name]["rows with NaN or infinite values were seen and left out"] = None
-        rows = Rows(call.x_RK[finite_R], None if call.dy_RN is None else call.dy_RN[finite_R], self.memory.forms[name])
-        return rows if len(rows.x_RK) else None
+            x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
+        m = sum(call.m for call in calls)
+        if not len(x_RK):
+            return None
+        if dy_RN is not None and name not in self._references:
+            self._references[name] = reference_of(dy_RN)
+        return Rows(x_RK, dy_RN, self.memory.forms[name], m, dw_NK, self._references.get(name))
 
     def _site(self, name: str, found: FoundBlocks) -> SiteRecord:
         module, block = self._sites[name], found.of(name)

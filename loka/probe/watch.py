@@ -1,8 +1,11 @@
 """Watching one step: hooks on every site that take some rows of x and, when the gradient arrives, the same rows of dy.
 
+The gradient of the weight comes along for nothing, and is made of all rows.
+
 Axes:  M rows of a call,  R rows taken of them,  K in_features,  N out_features.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +27,11 @@ class Call:
 
 @dataclass
 class Watch:
-    """What one step showed: the calls of every site in their order, and the first arguments the model was called with."""
+    """What one step showed: the calls of every site in their order, the gradient of its weight, and the first arguments
+    the model was called with."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
+    dw_NK: dict[str, Tensor] = field(default_factory=dict)
     example: tuple[Any, ...] | None = None
     example_autocast: torch.dtype | None = None
 
@@ -43,11 +48,30 @@ def watch(model: nn.Module, sites: Mapping[str, nn.Linear], rows: int, generator
     seen = Watch()
     handles = [model.register_forward_pre_hook(_example_hook(seen), with_kwargs=True)]
     handles += [site.register_forward_hook(_site_hook(seen, name, rows, generator)) for name, site in sites.items()]
+    weights = _own_weights(sites)
+    handles += [weight.register_hook(_weight_hook(seen, name)) for name, weight in weights.items()]
     try:
         yield seen
     finally:
         for handle in handles:
             handle.remove()
+        for weight in weights.values():
+            weight._backward_hooks = weight._backward_hooks or None  # an empty table would be a trace of ours
+
+
+def _own_weights(sites: Mapping[str, nn.Linear]) -> dict[str, nn.Parameter]:
+    """The weights that are trained and no other site's: the gradient of a shared one is not made of one site's rows."""
+    weights = {name: weight for name, site in sites.items() if (weight := site._parameters.get("weight")) is not None}
+    holders = Counter(id(weight) for weight in weights.values())
+    return {name: weight for name, weight in weights.items() if weight.requires_grad and holders[id(weight)] == 1}
+
+
+def _weight_hook(seen: Watch, name: str) -> Any:
+    def hook(dw_NK: Tensor) -> None:
+        so_far_NK = seen.dw_NK.get(name)
+        seen.dw_NK[name] = dw_NK.detach().float().clone() if so_far_NK is None else so_far_NK + dw_NK.detach()
+
+    return hook
 
 
 def _example_hook(seen: Watch) -> Any:

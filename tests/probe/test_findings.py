@@ -201,7 +201,7 @@ def test_findings_are_saved_with_the_record_also_beside_the_training(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("budget", "form"), [(2**30, Covariance.FULL), (600_000, Covariance.BLOCKS), (250_000, Covariance.LOW_RANK)]
+    ("budget", "form"), [(2**30, Covariance.FULL), (800_000, Covariance.BLOCKS), (250_000, Covariance.LOW_RANK)]
 )
 def test_variances_of_products_in_every_form_of_covariance(budget: int, form: Covariance) -> None:
     """Few directions inside one block of features: all three forms know them whole."""

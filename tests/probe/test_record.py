@@ -131,16 +131,48 @@ def test_a_save_that_fails_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
 
 def test_two_shards_merge_to_the_record_of_all_rows() -> None:
     first = [torch.randn(200, 12) + 5]
-    second = [torch.randn(40, 12), torch.randn(40, 12) - 7]
+    second = [torch.randn(40, 12) + 4, torch.randn(40, 12) - 7]
     model = make_model()
     both = record_of([*first, *second], model)
     merged = record_of(first, model).merge(record_of(second, model))
     assert merged.steps_seen == 3
     for name, site in both.sites.items():
-        found, expected = merged.sites[name].statistics["moments"].tensors, site.statistics["moments"].tensors
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-        assert torch.equal(merged.sites[name].statistics["binades"].tensors["x_B"], site.statistics["binades"].tensors["x_B"])
+        shards = merged.sites[name].statistics
+        found_D, expected_D = shards["moments"].tensors["mean_D"], site.statistics["moments"].tensors["mean_D"]
+        torch.testing.assert_close(found_D[: site.k], expected_D[: site.k], rtol=1e-5, atol=1e-5)
+        found_DD, expected_DD = shards["moments"].tensors["scatter_DD"], site.statistics["moments"].tensors["scatter_DD"]
+        torch.testing.assert_close(found_DD[: site.k, : site.k], expected_DD[: site.k, : site.k], rtol=1e-5, atol=1e-4)
+        for key in ("dw_NK", "m", "products"):
+            torch.testing.assert_close(shards["gradients"].tensors[key], site.statistics["gradients"].tensors[key])
+        assert torch.equal(shards["binades"].tensors["x_B"], site.statistics["binades"].tensors["x_B"])
         assert merged.sites[name].calls == pytest.approx(site.calls)
+    assert both.sites["0"].statistics["gradients"].is_exact
+    assert not both.sites["0"].statistics["quantiles"].is_exact
+
+
+def test_gradients_of_two_directions_are_merged_with_a_note() -> None:
+    """What is split along one direction is not what is split along another."""
+    model = nn.Linear(12, 16)
+    records = []
+    for direction_N in (torch.eye(16)[0], torch.eye(16)[1]):
+        probe = loka.Probe(model, every=1)
+        with probe.step():
+            (model(torch.randn(64, 12)) * (direction_N + 0.1) * torch.randn(64, 1)).sum().backward()
+        records.append(probe.record())
+    assert not any("different directions" in note for note in records[0].merge(records[0]).sites[""].notes)
+    assert any("different directions" in note for note in records[0].merge(records[1]).sites[""].notes)
+
+
+def test_an_older_file_is_told(record: Record, tmp_path: Path) -> None:
+    """One with moments of dy, from which nothing is drawn any more."""
+    path = record.save(tmp_path)
+    with safe_open(path, framework="pt") as file:
+        fields = msgspec.json.decode(file.metadata()["document"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    document = msgspec.json.encode(fields | {"schema": "loka.record/1"}).decode()
+    save_file(tensors, path, metadata={"document": document})
+    with pytest.raises(InvalidFile, match=r"older schema loka.record/1.*make it again with `loka probe"):
+        Record.load(path)
 
 
 def test_records_of_two_models_do_not_merge() -> None:

@@ -23,7 +23,7 @@ class IdleFeatures:
         deviation_D, mean_D = variance_of(moments).sqrt(), moments["mean_D"].abs()
         zero_D = (deviation_D == 0) & (mean_D == 0)
         stuck_D = ~zero_D & (deviation_D <= CONSTANT * mean_D)
-        dead, saturated, deaf = (int(flags.sum()) for flags in (zero_D[: site.k], stuck_D[: site.k], zero_D[site.k :]))
+        dead, saturated, deaf = (int(flags.sum()) for flags in (zero_D[: site.k], stuck_D[: site.k], zero_D[site.k : -1]))
         parts = [
             f"{count} of {size} {what}"
             for count, size, what in (

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from loka.core.gradient_rows import split_rows
 from loka.core.moments import Covariance, State
 from loka.core.registry import Registry
 from loka.core.statistics import Rule, Statistic
@@ -17,19 +18,26 @@ from loka.probe import statistics
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one call of a site: x, and of the same rows dy where the site trains. FP32, finite, without gradients."""
+    """Rows of a site's calls in one step: x, and of the same rows dy where the site trains. FP32, finite, without gradients."""
 
     x_RK: Tensor
     dy_RN: Tensor | None
     covariance: Covariance
+    m: int  # rows of all calls together,
+    dw_NK: Tensor | None = None  # and Σ dyᵀx over them, the gradient of the weight; None where it is not this site's alone
+    reference_N: Tensor | None = None  # by which dy is split, see loka.core.gradient_rows
 
     @cached_property
     def joint_RD(self) -> Tensor:
-        return self.x_RK if self.dy_RN is None else torch.cat([self.x_RK, self.dy_RN], dim=1)
+        """x, and u and e where there are gradients."""
+        if self.dy_RN is None or self.reference_N is None:
+            return self.x_RK
+        u_RN, e_R = split_rows(self.dy_RN, self.reference_N)
+        return torch.cat([self.x_RK, u_RN, e_R[:, None]], dim=1)
 
 
 class Observer(Protocol):
-    """One statistic: the state of one batch of rows, and how two states merge."""
+    """One statistic: the state of one batch of rows, empty where there is none, and how two states merge."""
 
     rule: Rule
 
@@ -45,5 +53,6 @@ STATISTICS: Registry[Observer] = Registry("statistic", discover=_import_statisti
 
 
 def observe(rows: Rows) -> dict[str, Statistic]:
-    """Every statistic of one batch of rows."""
-    return {name: Statistic(observer.rule, observer.observe(rows)) for name, observer in STATISTICS.items()}
+    """Every statistic that the rows have something to say about."""
+    states = {name: observer.observe(rows) for name, observer in STATISTICS.items()}
+    return {name: Statistic(STATISTICS.get(name).rule, state) for name, state in states.items() if state}

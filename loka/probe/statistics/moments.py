@@ -1,4 +1,4 @@
-"""Mean and covariance of x and dy together, so that the gradient of the weight, made of both, comes out right."""
+"""Mean and covariance of x and of dy's two parts together: how features go with each other, and gradients with them."""
 
 from loka.core.moments import State, moments_of
 from loka.core.statistics import Rule

@@ -1,0 +1,69 @@
+"""Rows of dy as dy = e·u: a number e, how strong the row is and of which sign, times a row u, where it points.
+
+In a model with a loss per example a row of dy is the example's error times a direction that changes little from row to row. The
+error has two humps, one for each label, and lengths over many binades; a covariance of dy sees the longest rows alone. Apart,
+both are simple.
+
+    e = ± Σ|dy_n·r_n| / Σ_{dy_n≠0} r_n²,  with the sign of Σ dy_n·r_n;      u = dy / e
+
+r is a reference: the usual direction of the first rows seen. Outputs without a gradient, as a ReLU leaves them, do not
+change e.
+
+Axes:  R rows,  N out_features.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEAST_REFERENCE = 0.25  # of its rms: else a row of the rarest outputs alone would be none at all
+
+
+def reference_of(dy_RN: "Tensor") -> "Tensor":
+    """The usual direction of rows, of rms 1; its largest entry is positive, so that two shards agree on the sign."""
+    import torch
+
+    unit_RN = _divided(dy_RN, dy_RN.abs().amax(1, keepdim=True))
+    unit_RN = _divided(unit_RN, torch.linalg.vector_norm(unit_RN, dim=1, keepdim=True))
+    size_N = _divided(unit_RN.abs().sum(0), (unit_RN != 0).sum(0))
+    sign_N = torch.where(_main_direction(unit_RN) < 0, -1.0, 1.0)
+    rms = size_N.square().mean().sqrt()
+    size_N = torch.where(rms > 0, _divided(size_N, rms), 1.0).clamp(min=LEAST_REFERENCE)
+    return size_N * sign_N * sign_N[size_N.argmax()]
+
+
+def split_rows(dy_RN: "Tensor", reference_N: "Tensor") -> "tuple[Tensor, Tensor]":
+    """u_RN and e_R; both 0 where a row is."""
+    import torch
+
+    e_R = strength(dy_RN, reference_N) * torch.where(dy_RN @ reference_N < 0, -1.0, 1.0)
+    return _divided(dy_RN, e_R[:, None]), e_R
+
+
+def strength(rows_RN: "Tensor", reference_N: "Tensor") -> "Tensor":
+    """|e| of every row. It is 1 for rows u, and drawn ones are divided by it."""
+    return _divided(rows_RN.abs() @ reference_N.abs(), (rows_RN != 0).to(rows_RN.dtype) @ reference_N.square())
+
+
+def alignment(a_N: "Tensor", b_N: "Tensor") -> float:
+    """The cosine between two references."""
+    from torch.nn.functional import cosine_similarity
+
+    return float(cosine_similarity(a_N.double(), b_N.double(), dim=0))
+
+
+def _main_direction(unit_RN: "Tensor") -> "Tensor":
+    """The first principal axis of the rows about 0, by whichever of the two Gram matrices is smaller."""
+    import torch
+
+    rows, outputs = unit_RN.shape
+    if outputs <= rows:
+        return torch.linalg.eigh((unit_RN.t() @ unit_RN).double()).eigenvectors[:, -1].float()
+    return unit_RN.t() @ torch.linalg.eigh((unit_RN @ unit_RN.t()).double()).eigenvectors[:, -1].float()
+
+
+def _divided(values: "Tensor", by: "Tensor") -> "Tensor":
+    import torch
+
+    return torch.where(by != 0, values / by, 0.0)

@@ -1,0 +1,116 @@
+"""The distribution of each feature by itself: its quantiles at levels that lie evenly under a normal distribution.
+
+A row of correlated normal numbers z becomes a row of values by v = Q(Φ(z)), feature by feature: tails, zeros and values that
+occur again and again are then drawn as often as they were seen. Two batches' quantiles become those of all their rows, but
+for what lies between two levels.
+
+Axes:  R rows,  M rows drawn,  D features,  L levels,  P = 2·L points of two batches,  H Hermite coefficients.
+"""
+
+import math
+from typing import TYPE_CHECKING
+
+from loka.core.moments import Covariance, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEVELS = {Covariance.FULL: 129, Covariance.BLOCKS: 129, Covariance.LOW_RANK: 33}
+REACH = 3.0  # the outermost levels in standard deviations: one row in 740 lies beyond
+FARTHEST = 4.0  # where a draw ends: one row in 31,000 would lie beyond
+HERMITE_TERMS = 12
+_STEPS = 5  # of Newton's method
+_FLATTEST = 0.05  # least slope in it: where features say nothing of each other, a steeper step would only overshoot
+
+
+def level_scores(levels: int, like: "Tensor") -> "Tensor":
+    """The z of every level."""
+    import torch
+
+    return torch.linspace(-REACH, REACH, levels, dtype=like.dtype, device=like.device)
+
+
+def quantiles_of(rows_RD: "Tensor", levels: int) -> State:
+    """Every feature's quantiles over the rows."""
+    import torch
+
+    rows = rows_RD.shape[0]
+    sorted_RD = rows_RD.t().contiguous().sort(dim=1).values.t()
+    probability_L = torch.special.ndtr(level_scores(levels, rows_RD))
+    position_L = (probability_L * rows - 0.5).clamp(0, rows - 1)
+    below_L = position_L.long()
+    above_L = (below_L + 1).clamp(max=rows - 1)
+    values_LD = sorted_RD[below_L].lerp(sorted_RD[above_L], (position_L - below_L)[:, None])
+    return {"values_LD": values_LD, "count": torch.tensor(float(rows), dtype=torch.float64, device=rows_RD.device)}
+
+
+def merge_quantiles(a: State, b: State) -> State:
+    """The quantiles of the rows of both: levels stand for the rows around them."""
+    import torch
+
+    count = a["count"] + b["count"]
+    score_L = level_scores(a["values_LD"].shape[0], a["values_LD"])
+    edges = torch.special.ndtr((score_L[1:] + score_L[:-1]) / 2)
+    mass_L = torch.diff(edges, prepend=edges.new_zeros(1), append=edges.new_ones(1))
+    mass_P = torch.cat([mass_L * (a["count"] / count).float(), mass_L * (b["count"] / count).float()])
+    points_DP, order_DP = torch.cat([a["values_LD"], b["values_LD"]]).t().contiguous().sort(dim=1)
+    reaches_DP = mass_P[order_DP].cumsum(1)
+    wanted_DL = torch.special.ndtr(score_L).expand(points_DP.shape[0], -1).contiguous()
+    at_DL = torch.searchsorted(reaches_DP, wanted_DL).clamp(max=points_DP.shape[1] - 1)
+    # A value that was there, none in between: else zeros would become fewer from merge to merge.
+    return {"values_LD": points_DP.gather(1, at_DL).t().contiguous(), "count": count}
+
+
+def fade_quantiles(state: State, factor: float) -> State:
+    """The same quantiles, known from ``factor`` times as many rows."""
+    return {**state, "count": state["count"] * factor}
+
+
+def values_at(values_LD: "Tensor", z_MD: "Tensor") -> "Tensor":
+    """Q(Φ(z)): straight lines from level to level, the outermost going on to FARTHEST; zeros end half-way to the next."""
+    import torch
+
+    last = values_LD.shape[0] - 1
+    position_MD = (z_MD.clamp(-FARTHEST, FARTHEST) + REACH) * (last / (2 * REACH))
+    below_MD = position_MD.long().clamp(0, last - 1)
+    low_MD, high_MD = values_LD.gather(0, below_MD), values_LD.gather(0, below_MD + 1)
+    part_MD = position_MD - below_MD
+    part_MD = torch.where((low_MD == 0) == (high_MD == 0), part_MD, part_MD.round())
+    return low_MD + part_MD * (high_MD - low_MD)
+
+
+def latent_correlation(values_LD: "Tensor", correlation_DD: "Tensor") -> "Tensor":
+    """The correlation of z under which the values v = Q(Φ(z)) have ``correlation_DD``; it may lack a little of being positive.
+
+    With v = Σ_h b_h·He_h(z)/√h!, the b of unit length, corr(v_i, v_j) = Σ_h b_ih·b_jh·ρᵢⱼʰ, solved for ρ by Newton's method.
+    """
+    import torch
+
+    coefficients_HD = _hermite_coefficients(values_LD.to(correlation_DD.dtype))
+    rho_DD = correlation_DD.clone()
+    for _ in range(_STEPS):
+        value_DD, slope_DD = torch.zeros_like(rho_DD), torch.zeros_like(rho_DD)
+        power_DD = torch.ones_like(rho_DD)
+        for h, b_D in enumerate(coefficients_HD, start=1):
+            products_DD = b_D[:, None] * b_D
+            slope_DD.addcmul_(products_DD, power_DD, value=h)
+            power_DD = power_DD * rho_DD
+            value_DD.addcmul_(products_DD, power_DD)
+        rho_DD = (rho_DD - (value_DD - correlation_DD) / slope_DD.clamp(min=_FLATTEST)).clamp(-1, 1)
+    return rho_DD.fill_diagonal_(1.0)
+
+
+def _hermite_coefficients(values_LD: "Tensor") -> "Tensor":
+    """b_1 … b_H of every feature, of unit length; 0 for a feature that never changes."""
+    import torch
+
+    z_G = torch.linspace(-5, 5, 401, dtype=values_LD.dtype, device=values_LD.device)
+    weight_G = torch.exp(-z_G.square() / 2)
+    weight_G = weight_G / weight_G.sum()
+    polynomials = [torch.ones_like(z_G), z_G]
+    for h in range(1, HERMITE_TERMS):
+        polynomials.append(z_G * polynomials[-1] - h * polynomials[-2])
+    basis_HG = torch.stack([p / math.sqrt(math.factorial(h)) for h, p in enumerate(polynomials) if h]) * weight_G
+    coefficients_HD = basis_HG @ values_at(values_LD, z_G[:, None].expand(-1, values_LD.shape[1]))
+    length_D = coefficients_HD.square().sum(0).sqrt()
+    return torch.where(length_D > 0, coefficients_HD / length_D, 0.0)

@@ -1,0 +1,14 @@
+"""The quantiles of every feature of x, and of dy's two parts: tails, exact zeros, values that occur again and again."""
+
+from loka.core.marginals import LEVELS, quantiles_of
+from loka.core.moments import State
+from loka.core.statistics import Rule
+from loka.probe.statistics.contract import STATISTICS, Rows
+
+
+@STATISTICS.register("quantiles")
+class Quantiles:
+    rule = Rule.QUANTILES
+
+    def observe(self, rows: Rows) -> State:
+        return quantiles_of(rows.joint_RD, LEVELS[rows.covariance])

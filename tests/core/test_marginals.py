@@ -1,0 +1,67 @@
+"""Quantiles of features, merged from batches, and the normal numbers behind correlated values that are not normal."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loka.core.marginals import (
+    fade_quantiles,
+    latent_correlation,
+    level_scores,
+    merge_quantiles,
+    quantiles_of,
+    values_at,
+)
+
+LEVELS = 129
+
+
+def test_quantiles_of_a_planted_distribution() -> None:
+    """Of an exponential one, Q(p) = −ln(1 − p)."""
+    state = quantiles_of(torch.empty(100_000, 2).exponential_(), LEVELS)
+    wanted_L = -torch.log1p(-torch.special.ndtr(level_scores(LEVELS, torch.zeros(0))))
+    torch.testing.assert_close(state["values_LD"][8:-8, 0], wanted_L[8:-8], rtol=0.05, atol=0.01)
+
+
+@given(sizes=st.lists(st.sampled_from([1, 30, 256, 1000]), min_size=2, max_size=8), seed=st.integers(0, 99))
+def test_merged_quantiles_are_nearly_those_of_all_rows(sizes: list[int], seed: int) -> None:
+    """Batches of different sizes and places; by the share of rows below the found value, next to the share there should be."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(size, 3, generator=generator) + 3 * torch.rand(1, generator=generator) for size in sizes]
+    state = functools.reduce(merge_quantiles, [quantiles_of(part, LEVELS) for part in parts])
+    rows_RD = torch.cat(parts)
+    assert state["count"] == len(rows_RD)
+    share_LD = (rows_RD[:, None] <= state["values_LD"]).double().mean(0)
+    wanted_L = torch.special.ndtr(level_scores(LEVELS, share_LD))
+    assert ((share_LD - wanted_L[:, None]).abs() <= 0.04 + 1.5 / len(rows_RD)).all()
+    assert (state["values_LD"].diff(dim=0) >= 0).all()
+
+
+def test_merging_keeps_values_that_occur_again_and_again() -> None:
+    """Zeros of 30 % to 70 % of the rows, by batch: half of all draws are exactly zero."""
+    parts = [torch.rand(500, 1) * (torch.rand(500, 1) >= share) for share in (0.3, 0.5, 0.7)]
+    values_LD = functools.reduce(merge_quantiles, [quantiles_of(part, LEVELS) for part in parts])["values_LD"]
+    drawn_M1 = values_at(values_LD, torch.randn(20_000, 1))
+    assert float((drawn_M1 == 0).double().mean()) == pytest.approx(0.5, abs=0.04)
+
+
+def test_a_faded_batch_counts_for_less() -> None:
+    old, new = quantiles_of(torch.zeros(100, 1), LEVELS), quantiles_of(torch.ones(100, 1), LEVELS)
+    values_LD = merge_quantiles(fade_quantiles(old, 0.25), new)["values_LD"]
+    assert float((values_at(values_LD, torch.randn(20_000, 1)) > 0.5).double().mean()) == pytest.approx(0.8, abs=0.03)
+
+
+@pytest.mark.parametrize("correlation", [-0.3, 0.0, 0.3, 0.8])
+def test_values_drawn_have_the_correlation_asked_for(correlation: float) -> None:
+    """Of a log-normal feature and one that is half zeros."""
+    z = torch.randn(200_000, 2)
+    values_LD = quantiles_of(torch.stack([z[:, 0].exp(), z[:, 1].relu()], dim=1), LEVELS)["values_LD"]
+    wanted_DD = torch.tensor([[1.0, correlation], [correlation, 1.0]], dtype=torch.float64)
+    rho = float(latent_correlation(values_LD, wanted_DD)[0, 1])
+    assert abs(rho) >= abs(correlation)  # bending features weakens how they go together
+    mixed = torch.stack([z[:, 0], rho * z[:, 0] + (1 - rho**2) ** 0.5 * z[:, 1]], dim=1)
+    found = torch.corrcoef(values_at(values_LD, mixed).t())[0, 1]
+    assert float(found) == pytest.approx(correlation, abs=0.04)
