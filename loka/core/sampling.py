@@ -121,7 +121,7 @@ def _with_gradient(sampler: Sampler, gradients: State) -> Sampler:
         assert dy_MN is not None
         missing_NK = wanted_NK - dy_MN.double().t() @ x_MK.double() / len(x_MK)
         by_chance = products / len(x_MK) + products / rows
-        if float(missing_NK.square().sum()) - by_chance <= WRONG_GRADIENT**2 * size:
+        if float(missing_NK.square().sum()) - 1.5 * by_chance <= WRONG_GRADIENT**2 * size:
             break
         more_KN = _solved(x_MK.double(), strength(dy_MN, reference_N).double(), missing_NK)
         sampler = replace(sampler, pull_KN=more_KN if sampler.pull_KN is None else sampler.pull_KN + more_KN)

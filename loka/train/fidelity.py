@@ -1,0 +1,154 @@
+"""Fidelity of the Probe: the FP8 errors predicted from what it learned, beside those on held-out batches of real rows.
+
+Other predictions stand beside: from a normal distribution of the same mean and covariance, from randn of the same rms, and from
+the very rows the Probe saw, which it does not keep. The last is as good as predictions from so many rows get.
+
+Axes:  B batches,  M rows of a batch,  K in_features,  N out_features.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.gemm import GemmProblem, Role, SiteShape
+from loka.core.recipe import Format
+from loka.core.record import SiteRecord
+from loka.kernels.contract import KERNELS
+from loka.kernels.device import device_of
+from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.numerics.metrics import FLOOR_AXIS, mere_floored, relative_rms
+from loka.probe.probe import Probe
+from loka.probe.watch import watch
+
+METRICS = ("mere_floored", "relative_rms")
+PREDICTORS = ("learned", "gaussian", "randn", "reservoir")
+FEW = 4  # batches for fprop and dgrad, whose error is an average over rows; wgrad's is one of a whole batch
+DRAWN = 32  # batches a prediction is made of
+
+Rows = tuple[Tensor, Tensor]  # x_MK and dy_MN of one batch
+Draw = Callable[[], Rows]
+Errors = dict[str, tuple[float, float]]  # by role and recipe, the METRICS
+
+
+@dataclass
+class SiteRows:
+    """What one site saw: rows that the Probe learned from, and two halves of held-out ones."""
+
+    weight_NK: Tensor
+    learned: list[Rows] = field(default_factory=list)
+    held_out: tuple[list[Rows], list[Rows]] = field(default_factory=lambda: ([], []))
+
+
+@dataclass(frozen=True)
+class SiteFidelity:
+    """The errors of one site: on both halves of the held-out batches, and as each predictor has them."""
+
+    halves: tuple[Errors, Errors]
+    predicted: dict[str, Errors]
+
+
+def study(model: nn.Module, batches: Iterator[Any], loss: Callable[[Any], Tensor], n_batches: int) -> dict[str, SiteFidelity]:
+    """The fidelity at every linear layer of ``model``, heads excepted: they stay in high precision whatever their error.
+
+    The model stands still. Of ``n_batches`` every second is the Probe's, and the others are held out, in two halves.
+    """
+    sites = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    rows = {name: SiteRows(site.weight.detach().clone()) for name, site in sites.items()}
+    probe = Probe(model, every=1, rows=2**30, half_life=None)
+    for index, batch in enumerate(islice(batches, n_batches)):
+        with watch(model, sites, 2**30, torch.Generator()) as seen:
+            if index % 2:
+                loss(batch).backward()
+            else:
+                with probe.step():
+                    loss(batch).backward()
+        model.zero_grad(set_to_none=True)
+        for name, site_rows in rows.items():
+            part = site_rows.held_out[index // 2 % 2] if index % 2 else site_rows.learned
+            part += [(call.x_RK, call.dy_RN) for call in seen.trained_calls(name) if call.dy_RN is not None]
+    record = probe.record()
+    probe.detach()
+    return {
+        name: fidelity_of(rows[name], site) for name, site in record.sites.items() if not site.is_head and rows[name].learned
+    }
+
+
+def fidelity_of(rows: SiteRows, site: SiteRecord) -> SiteFidelity:
+    m = rows.learned[0][0].shape[0]
+    halves = [_errors(iter(half).__next__, rows.weight_NK, len(half)) for half in rows.held_out]
+    predicted = {}
+    for name in PREDICTORS:
+        draw = _draw(name, rows, site, m, torch.Generator().manual_seed(0))
+        predicted[name] = _errors(draw, rows.weight_NK, DRAWN)
+    return SiteFidelity((halves[0], halves[1]), predicted)
+
+
+def _draw(predictor: str, rows: SiteRows, site: SiteRecord, m: int, generator: torch.Generator) -> Draw:
+    x_RK, dy_RN = (torch.cat(parts) for parts in zip(*rows.learned, strict=True))
+    k = x_RK.shape[1]
+
+    def learned() -> Rows:
+        x_MK, dy_MN = site.sample(m, generator)
+        assert dy_MN is not None
+        return x_MK, dy_MN
+
+    if predictor == "gaussian":
+        joint_RD = torch.cat([x_RK, dy_RN], dim=1).double()
+        values_D, vectors_DD = torch.linalg.eigh(torch.cov(joint_RD.t()))
+        factor_DD = (vectors_DD * values_D.clamp(min=0).sqrt()).t()
+
+        def gaussian() -> Rows:
+            normal_MD = torch.randn(m, len(factor_DD), generator=generator, dtype=torch.float64)
+            values_MD = (joint_RD.mean(0) + normal_MD @ factor_DD).float()
+            return values_MD[:, :k].contiguous(), values_MD[:, k:].contiguous()
+
+        return gaussian
+
+    def randn() -> Rows:
+        x, dy = (rms * torch.randn(m, width, generator=generator) for rms, width in sizes)
+        return x, dy
+
+    def reservoir() -> Rows:
+        chosen_M = torch.randint(len(x_RK), (m,), generator=generator)
+        return x_RK[chosen_M], dy_RN[chosen_M]
+
+    sizes = [(float(part.double().square().mean().sqrt()), part.shape[1]) for part in (x_RK, dy_RN)]
+    return {"learned": learned, "randn": randn, "reservoir": reservoir}[predictor]
+
+
+def _errors(draw: Draw, weight_NK: Tensor, n_batches: int) -> Errors:
+    """The mean over batches, as ``loka measure`` has it over samples."""
+    sums: dict[Option, list[float]] = {}
+    counts: dict[Option, int] = {}
+    for index in range(n_batches):
+        x_MK, dy_MN = draw()
+        parts = SiteParts(SiteTensors(x_MK, dy_MN, [weight_NK]))
+        for option in fp8_options(*dy_MN.shape, weight_NK.shape[1]):
+            if index >= FEW and option.role is not Role.WGRAD:
+                continue
+            out, reference = parts.multiply(option), parts.reference(option.role)
+            errors = mere_floored(out, reference, axis=FLOOR_AXIS[option.role]), relative_rms(out, reference)
+            sums[option] = [total + float(error) for total, error in zip(sums.get(option, (0.0, 0.0)), errors, strict=True)]
+            counts[option] = counts.get(option, 0) + 1
+    means = {option: [total / counts[option] for total in totals] for option, totals in sums.items()}
+    return {f"{option.role} {option.recipe}": (mean[0], mean[1]) for option, mean in means.items()}
+
+
+@cache
+def fp8_options(m: int, n: int, k: int) -> tuple[Option, ...]:
+    """Every FP8 recipe of the oracle at every role that it can be at."""
+    device = device_of(torch.device("cpu"))
+    options = [
+        Option(name, role)
+        for name, kernel in KERNELS.items()
+        for role in Role
+        if name.startswith("reference.")
+        and "int8" not in name
+        and kernel.why_not(GemmProblem.of(role, SiteShape(m, k, n), Format.FP32, device)) is None
+    ]
+    return tuple({(option.role, str(option.recipe)): option for option in options}.values())
