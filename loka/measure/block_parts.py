@@ -42,7 +42,7 @@ def build_block(shape: BlockShape, weight_NK: Tensor, bias_N: Tensor | None, dev
     for part in (norm, activation):
         if isinstance(part, str):
             return part
-    linear = nn.Linear(shape.site.k, shape.site.n, bias=bias_N is not None)
+    linear = nn.Linear(shape.site.k, shape.site.n, bias=bias_N is not None, device="meta")
     linear.weight = nn.Parameter(weight_NK.detach().clone())
     if bias_N is not None:
         linear.bias = nn.Parameter(bias_N.detach().clone())

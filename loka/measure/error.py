@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loka.core.errors import LokaError
 from loka.core.estimate import Estimate
-from loka.core.recipe import Format, Transform
+from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.record import SiteRecord
 from loka.kernels.transforms import checked_vector
 from loka.measure.oracle import Oracle
@@ -151,9 +151,12 @@ def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Or
         is_oracle = option.kernel.startswith("reference.")
         expected = report.relative_rms if is_oracle else oracle.relative_rms(option)
         if report.relative_rms > ALLOWED_FACTOR * expected + ALLOWED_MORE:
-            error.why_not = (
-                f"returned nonsense: relative RMS error {report.relative_rms:.3g}, where {option.recipe} gives {expected:.3g}"
+            how = (
+                "loses in its short sums what they add up to"
+                if option.recipe.accumulation is Accumulation.FAST
+                else "returned nonsense"
             )
+            error.why_not = f"{how}: relative RMS error {report.relative_rms:.3g}, where {option.recipe} gives {expected:.3g}"
             return
         error.flushed, error.saturated = oracle.lost(option)
         error.silenced = oracle.silenced(option)

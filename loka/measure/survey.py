@@ -9,7 +9,7 @@ from loka.core.environment import Environment, current_environment
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.progress import Progress, Silent
-from loka.core.recipe import Transform
+from loka.core.recipe import Format, Transform
 from loka.core.record import Record, SiteRecord
 from loka.core.survey import SiteSurvey, Survey, SurveyDocument
 from loka.kernels.contract import KERNELS
@@ -23,6 +23,9 @@ from loka.measure.parts import Option, baseline_kernel
 from loka.measure.site_survey import Bench, plain_options, row_counts, survey_site
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.trial import BLOCK_KERNEL, AnyTrial, BlockTrial, Trial, children_for, needs_trial, try_kernels
+
+# What a model in a format has left behind: more exact, and slower.
+WIDER = {Format.FP32: (), Format.TF32: (Format.FP32,), Format.BF16: (Format.FP32, Format.TF32)}
 
 
 def measure(
@@ -53,14 +56,17 @@ def measure(
 
 
 def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The baseline first. By default all; the oracle's only where it is the one way to know a recipe's error."""
+    """The baseline first. By default all that may be faster than it; the oracle's only where it is the one way to know a
+    recipe's error."""
     if not record.sites:
         raise InvalidInput("the record has no site: probe a model with linear layers")
     baseline = baseline_kernel(record.dtype)
     if baseline not in KERNELS:
         raise InvalidInput(f"the model's GEMMs run in {record.dtype}, for which there is no baseline: use bf16, tf32 or fp32")
     if kernels is None:
-        names = [name for name in KERNELS.names() if device.type == "cpu" or not name.startswith("reference.")]
+        wider = {baseline_kernel(format) for format in WIDER[record.dtype]}
+        names = [name for name in KERNELS.names() if name not in wider]
+        names = [name for name in names if device.type == "cpu" or not name.startswith("reference.")]
     else:
         names = [KERNELS.get(name).name for name in kernels]
     return tuple(dict.fromkeys((baseline, *names)))

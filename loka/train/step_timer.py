@@ -2,7 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +50,8 @@ def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):  # fills the allocator, and makes what is made once
+        step()  # fills the allocator, and makes what is made once
+        with _raising_on_sync():
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -56,6 +59,19 @@ def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         step()
     graph.replay()
     return graph
+
+
+@contextmanager
+def _raising_on_sync() -> Iterator[None]:
+    """What waits for the device is found here: a capture that fails leaves torch's generators unusable."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _event_time(step: Callable[[], object]) -> float:

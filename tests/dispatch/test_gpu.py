@@ -22,12 +22,12 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.front = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        self.front = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Hardswish(), nn.Linear(WIDTH, WIDTH), nn.Hardswish())
         self.chain = nn.Sequential()
         for _ in range(2):
             self.chain.extend([nn.Linear(WIDTH, WIDTH, bias=False), loka.BlockNorm(WIDTH), nn.Hardswish()])
         self.plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-        self.back = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        self.back = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Hardswish(), nn.Linear(WIDTH, WIDTH), nn.Hardswish())
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:

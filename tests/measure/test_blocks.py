@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_block import emulate
 from stand_in_records import record_of, site_record
 
 from loka.core.gemm import Role
@@ -17,6 +18,7 @@ from loka.measure.timing import Timing
 
 WITHOUT_NORM = {"activation": "act", "activation_kind": "ReLU"}
 BEHIND = {"norm": "norm", "norm_kind": "BlockNorm", "activation": "act", "activation_kind": "Hardswish"}
+TIMED = ("input_cast", "forward", "training", "baseline_forward", "baseline_training")
 
 
 def weight(n: int, k: int) -> torch.Tensor:
@@ -36,18 +38,32 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
 
     monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
     monkeypatch.setattr("loka.measure.block.time_together", times)
+    monkeypatch.setattr("loka.measure.block._cast", torch.Tensor.double)  # it runs where no cast has led it
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     site = site_record("a", weight(96, 64), **behind, has_bias=True, bias_N=torch.ones(96))
     blocks = Blocks(Format.FP32, torch.device("cpu"))
     (block,) = blocks.survey(site, [32, 64])
     assert (block.kernel, block.norm, block.activation, block.why_not) == ("triton.block", behind.get("norm"), "act", None)
     assert {role: block.error[role]["relative_rms"].high < 1e-5 for role in Role} == dict.fromkeys(Role, True)
-    assert list(calls) == ["input_cast", "forward", "training", "baseline_forward", "baseline_training"]
+    assert tuple(calls) == TIMED
     expected = {"input_cast_us": 10, "forward_us": 10, "training_us": 20, "baseline_forward_us": 40, "baseline_training_us": 50}
     assert {name: getattr(block, name) for name in expected} == {name: {32: us, 64: us} for name, us in expected.items()}
     calls.clear()
     blocks.survey(site, [32, 64])
     assert not calls  # equal shapes are timed once
+
+
+def test_gradients_are_exact_where_the_forward_casts_led(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts move inputs of relu across 0: beside the gradients at the exact point those of any FP8 block look unsafe."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(Blocks, "_time", lambda *_: dict.fromkeys(TIMED, 1.0))
+    site = site_record("a", weight(96, 64), **WITHOUT_NORM)
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [256])
+    assert all(0.03 < block.error[role]["mere_floored"].mean < 0.1 for role in Role)  # healthy e4m3
+    monkeypatch.setattr("loka.measure.block._cast", torch.Tensor.double)
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [256])
+    assert block.error[Role.FPROP]["mere_floored"].mean < 0.1
+    assert all(block.error[role]["mere_floored"].mean > 0.2 for role in (Role.DGRAD, Role.WGRAD))
 
 
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_shared_out_each_once_and_a_fatal_kernel_never_again(monkeypatch: pytest
     trials = [problem(kernel, m) for m in (32, 64, 128) for kernel in ("fine", "raises")]
     failures = try_kernels(trials, children=3)
     assert failures == {problem("raises", 64): "failed: no such tile"}
-    assert sorted(children.asked, key=str) == sorted(trials, key=str)
+    assert sorted(children.asked, key=repr) == sorted(trials, key=repr)
     assert children.closed == 3
 
     children = _Children(1)

@@ -173,9 +173,9 @@ def test_kernels_compute_what_their_emulation_does(
     emulate(monkeypatch)
     loka.refresh(chain)
     for name, value in run_fused(chain, x, dys).items():
-        # A sum that falls on the other side of a tie is rounded to the neighbouring code, and on a CPU Triton's interpreter
-        # cuts bf16 off instead of rounding it, so that more of them do.
-        assert relative_rms(by_kernels[name], value) < (0.03 if kernels_on.type == "cpu" else 0.01), name
+        # A sum that falls on the other side of a tie is rounded to the neighbouring code: tensor cores keep 14 bits of it, and
+        # on a CPU Triton's interpreter cuts bf16 off instead of rounding it.
+        assert relative_rms(by_kernels[name], value) < 0.03, name
 
 
 @pytest.mark.parametrize("norm", [256, None], ids=["norm", "no norm"])
