@@ -23,6 +23,7 @@ def model(
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     timed_steps: Annotated[int, Parameter(help="Steps of each arm that are timed.")] = 20,
     budget_s: Annotated[float, Parameter(help="Start no arm after this many seconds.")] = float("inf"),
+    surveys: Annotated[Path | None, Parameter(help="Folder to keep surveys in; those that are there are planned from.")] = None,
     retry_failed: Annotated[bool, Parameter(help="Try again what could not run in an earlier call.")] = False,
     out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
     results: Annotated[Path | None, Parameter(help="Results file to continue; one of today's in --out if not given.")] = None,
@@ -48,7 +49,7 @@ def model(
     if unknown := [name for name in wanted if name not in ARMS]:
         raise UnknownName(f"no arm is called {unknown[0]!r}. Known: {', '.join(ARMS)}")
     gathered = GatheredResults(out, "model", current_environment(device_of(where)), current_command(), results)
-    bench = ModelBench(where, timed_steps=timed_steps)
+    bench = ModelBench(where, timed_steps=timed_steps, surveys=surveys)
     begin = time.monotonic()
     cells = [
         Cell(name, preset, batch_size, Goal(goal))

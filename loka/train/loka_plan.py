@@ -23,8 +23,10 @@ PROBED_STEPS, SAMPLES = 200, 10
 EMULATED = ("reference.tensorwise", "reference.rowwise")  # what a plan on the CPU chooses from
 
 
-def survey_model(trainer: Trainer, batches: Iterable[Batch], *, every: int, kernels: Sequence[str] | None = None) -> Survey:
-    """Train on ``batches`` under a Probe that looks at one step in ``every``, then measure what it saw."""
+def survey_model(
+    trainer: Trainer, batches: Iterable[Batch], *, every: int, kernels: Sequence[str] | None = None, out: Path | None = None
+) -> Survey:
+    """Train on ``batches`` under a Probe that looks at one step in ``every``, then measure what it saw; kept in ``out``."""
     probe = Probe(trainer.model.dense_part, every=every)
     try:
         for batch in batches:
@@ -33,7 +35,7 @@ def survey_model(trainer: Trainer, batches: Iterable[Batch], *, every: int, kern
         record = probe.record()
     finally:
         probe.detach()
-    return measure(record, kernels=kernels, device=trainer.device)
+    return measure(record, kernels=kernels, device=trainer.device, out=out)
 
 
 def make_plan_for(run: Run, folder: Path) -> None:

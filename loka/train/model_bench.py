@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice, repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,13 +61,15 @@ class Ready:
 
 
 class ModelBench:
-    """Times arms on one device. What was surveyed for training serves the same model's serving cell too."""
+    """Times arms on one device. What was surveyed for training serves the same model's serving cell too, and with a folder
+    for ``surveys`` later calls."""
 
-    def __init__(self, device: torch.device, *, timed_steps: int = TIMED_STEPS) -> None:
+    def __init__(self, device: torch.device, *, timed_steps: int = TIMED_STEPS, surveys: Path | None = None) -> None:
         self.device = device
         self.timed_steps = timed_steps
+        self.surveys = surveys
         self.data = open_dataset("synthetic", device=device, test_examples=1)
-        self._surveys: dict[tuple[object, ...], Survey] = {}
+        self._surveys: dict[str, Survey] = {}
 
     def measure(
         self, cell: Cell, arms: Iterable[ModelArm], base: ModelArm = ARMS[BASELINE]
@@ -154,10 +157,14 @@ class ModelBench:
         return trainer
 
     def _survey(self, cell: Cell, arm: ModelArm, trainer: Trainer, batches: Sequence[Batch]) -> Survey:
-        key = (cell.model, cell.preset, cell.batch_size, arm.mods)
-        if key not in self._surveys:
-            self._surveys[key] = survey_model(trainer, islice(cycle(batches), PROBED_STEPS), every=2)
-        return self._surveys[key]
+        name = "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods))
+        if name not in self._surveys:
+            folder = None if self.surveys is None else self.surveys / name
+            if folder is not None and (folder / "survey.json").exists():
+                self._surveys[name] = Survey.load(folder)
+            else:
+                self._surveys[name] = survey_model(trainer, islice(cycle(batches), PROBED_STEPS), every=2, out=folder)
+        return self._surveys[name]
 
 
 def training_step(trainer: Trainer, batch: Batch) -> Callable[[], object]:

@@ -44,6 +44,16 @@ def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
     assert trained.steps_done == 2
 
 
+def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
+    cell = Cell("dlrm", "tiny", 32, Goal.SERVING)
+    monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
+    measured = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path).measure(cell, [ARMS["loka"]]))
+    monkeypatch.setattr("loka.train.model_bench.survey_model", None)  # it is not called again
+    kept = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path).measure(cell, [ARMS["loka"]]))
+    assert "sites" in measured["loka"]["did"]
+    assert kept["loka"]["did"] == measured["loka"]["did"]
+
+
 class TestEverywhere:
     def test_moves_what_the_kernel_takes_and_says_why_not_the_rest(self):
         torch.manual_seed(0)
