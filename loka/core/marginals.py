@@ -19,7 +19,8 @@ LEVELS = {Covariance.FULL: 129, Covariance.BLOCKS: 129, Covariance.LOW_RANK: 33}
 REACH = 3.0  # the outermost levels in standard deviations: one row in 740 lies beyond
 FARTHEST = 4.0  # where a draw ends: one row in 31,000 would lie beyond
 HERMITE_TERMS = 12
-_STEPS = 5  # of Newton's method
+_STEPS, _HALVINGS = 5, 8  # of Newton's method, and of bisection
+_CHUNK = 8192  # features at a time
 _FLATTEST = 0.05  # least slope in it: where features say nothing of each other, a steeper step would only overshoot
 
 
@@ -77,6 +78,42 @@ def values_at(values_LD: "Tensor", z_MD: "Tensor") -> "Tensor":
     part_MD = position_MD - below_MD
     part_MD = torch.where((low_MD == 0) == (high_MD == 0), part_MD, part_MD.round())
     return low_MD + part_MD * (high_MD - low_MD)
+
+
+def shifts_for(values_LD: "Tensor", mean_D: "Tensor") -> "Tensor":
+    """By how much z is to be moved for draws to have these means: at most a level, since between levels it is not known where
+    a value ends and the next begins. The label of an example is such a step, and the mean gradient hangs on it."""
+    import torch
+
+    parts = zip(values_LD.split(_CHUNK, dim=1), mean_D.split(_CHUNK), strict=True)
+    return torch.cat([_shifts(values_LC, mean_C) for values_LC, mean_C in parts])
+
+
+def _shifts(values_LD: "Tensor", mean_D: "Tensor") -> "Tensor":
+    """By bisection: the mean grows with the shift."""
+    import torch
+
+    spacing = 2 * REACH / (values_LD.shape[0] - 1)
+    low_D, high_D = torch.full_like(mean_D, -spacing), torch.full_like(mean_D, spacing)
+    for _ in range(_HALVINGS):
+        middle_D = (low_D + high_D) / 2
+        is_low_D = _mean_at(values_LD, middle_D) < mean_D
+        low_D, high_D = torch.where(is_low_D, middle_D, low_D), torch.where(is_low_D, high_D, middle_D)
+    return (low_D + high_D) / 2
+
+
+def _mean_at(values_LD: "Tensor", shift_D: "Tensor") -> "Tensor":
+    """E[Q(Φ(z + shift))]: over each stretch between levels ∫(a + b·z)·φ(z) dz = a·ΔΦ − b·Δφ."""
+    import torch
+
+    level_L1 = level_scores(values_LD.shape[0], values_LD)[:, None]
+    edge_LD = level_L1 - shift_D
+    slope_LD = values_LD.diff(dim=0) / level_L1.diff(dim=0)
+    inner_LD = edge_LD[1:-1]
+    zero_1D = torch.zeros_like(edge_LD[:1])
+    share_LD = torch.cat([zero_1D, torch.special.ndtr(inner_LD), zero_1D + 1]).diff(dim=0)
+    density_LD = torch.cat([zero_1D, torch.exp(-inner_LD.square() / 2) / math.sqrt(2 * math.pi), zero_1D]).diff(dim=0)
+    return ((values_LD[:-1] - slope_LD * edge_LD[:-1]) * share_LD - slope_LD * density_LD).sum(0)
 
 
 def latent_correlation(values_LD: "Tensor", correlation_DD: "Tensor") -> "Tensor":

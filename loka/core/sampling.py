@@ -1,11 +1,11 @@
 """Drawing rows of x and dy from what was learned of them.
 
     z = normal · L,  L Lᵀ the correlation of z (latent.py)
-    x, u, e = Q(Φ(z))                 every feature by its own quantiles (marginals.py)
+    x, u, e = Q(Φ(z + shift))         every feature by its own quantiles, with its own mean (marginals.py)
+    u ← u ± x·G, by the sign of e     where Σ dyᵀx would not be the gradient that the weight had
     dy = e·u                          (gradient_rows.py)
-    dy ← dy + |e|·x·G                 where Σ dyᵀx would not be the gradient that the weight had
 
-The last is for outputs with a gradient only: zeros stay zero, and weak rows weak. Where features of x cancel in y = x·wᵀ
+G is for outputs with a gradient only: zeros stay zero. Where features of x cancel in y = x·wᵀ
 otherwise than the covariance says they do, x is drawn as normal instead: there all depends on what cancels, and that the
 covariance knows.
 
@@ -16,9 +16,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from loka.core.gradient_rows import strength
 from loka.core.latent import Latent, latent_of
-from loka.core.marginals import level_scores, values_at
+from loka.core.marginals import level_scores, shifts_for, values_at
 from loka.core.moments import State, project, variance_of
 from loka.core.statistics import Statistic
 
@@ -40,26 +39,32 @@ class Sampler:
     """Draws x and dy of one site. ``make_sampler`` makes it, on the device of the statistics."""
 
     k: int
+    trains: bool
     latent: Latent
     values_LD: "Tensor"  # quantiles
-    reference_N: "Tensor | None" = None  # None where the site does not train
+    shift_D: "Tensor"  # of z, for which means are right
     pull_KN: "Tensor | None" = None  # G
 
     def draw(self, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor | None]":
         """x_MK, and dy_MN where gradients were seen; FP32, on the generator's device."""
+        x_MK, u_MN, e_M = self.draw_parts(rows, generator)
+        return x_MK, None if e_M is None else u_MN * e_M[:, None]
+
+    def draw_parts(self, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor, Tensor | None]":
+        """x_MK, u_MN and e_M, which is None where no gradients were seen."""
         import torch
 
         device = generator.device
-        values_MD = values_at(self.values_LD.to(device), self.latent.draw(rows, generator))
-        x_MK = values_MD[:, : self.k].contiguous()
-        if self.reference_N is None:
-            return x_MK, None
-        u_MN, e_M = values_MD[:, self.k : -1], values_MD[:, -1]
-        length_M = strength(u_MN, self.reference_N.to(device))
-        dy_MN = u_MN * torch.where(length_M > 0, e_M / length_M, 0.0)[:, None]
+        z_MD = self.latent.draw(rows, generator) + self.shift_D.to(device)
+        values_MD = values_at(self.values_LD.to(device), z_MD)
+        x_MK, u_MN = values_MD[:, : self.k].contiguous(), values_MD[:, self.k : -1]
+        if not self.trains:
+            return x_MK, u_MN, None
+        e_M = values_MD[:, -1]
         if self.pull_KN is not None:
-            dy_MN = torch.where(dy_MN != 0, dy_MN + e_M.abs()[:, None] * (x_MK @ self.pull_KN.to(device)), 0.0)
-        return x_MK, dy_MN
+            sign_M1 = torch.where(e_M < 0, -1.0, 1.0)[:, None]
+            u_MN = torch.where(u_MN != 0, u_MN + sign_M1 * (x_MK @ self.pull_KN.to(device)), 0.0)
+        return x_MK, u_MN, e_M
 
 
 def make_sampler(statistics: dict[str, Statistic], k: int, weight_NK: "Tensor") -> Sampler:
@@ -68,21 +73,24 @@ def make_sampler(statistics: dict[str, Statistic], k: int, weight_NK: "Tensor") 
 
     moments, values_LD = statistics["moments"].tensors, statistics["quantiles"].tensors["values_LD"]
     gradients = statistics["gradients"].tensors if "gradients" in statistics else None
-    reference_N = None if gradients is None else (gradients["reference_N"] / gradients["count"]).float()
-    sampler = Sampler(k, latent_of(moments, values_LD), values_LD, reference_N)
+
+    def sampler_of(values_LD: "Tensor") -> Sampler:
+        shift_D = shifts_for(values_LD, moments["mean_D"])
+        return Sampler(k, gradients is not None, latent_of(moments, values_LD), values_LD, shift_D)
+
+    sampler = sampler_of(values_LD)
     if _cancels_otherwise(sampler, moments, weight_NK.to(values_LD.device)):
         normal_LD = moments["mean_D"] + level_scores(len(values_LD), values_LD)[:, None] * variance_of(moments).sqrt()
-        values_LD = torch.cat([normal_LD[:, :k], values_LD[:, k:]], dim=1)
-        sampler = Sampler(k, latent_of(moments, values_LD), values_LD, reference_N)
+        sampler = sampler_of(torch.cat([normal_LD[:, :k], values_LD[:, k:]], dim=1))
     return sampler if gradients is None else _with_gradient(sampler, gradients)
 
 
-def _trial(sampler: Sampler) -> "tuple[Tensor, Tensor | None]":
-    """A draw that is the same every time."""
+def _trial(sampler: Sampler) -> "tuple[Tensor, Tensor, Tensor | None]":
+    """The parts of a draw that is the same every time."""
     import torch
 
     rows = int(min(MOST_TRIAL_ROWS, max(LEAST_TRIAL_ROWS, TRIAL_PRODUCTS / sampler.latent.n_features**2)))
-    return sampler.draw(rows, torch.Generator(sampler.values_LD.device).manual_seed(0))
+    return sampler.draw_parts(rows, torch.Generator(sampler.values_LD.device).manual_seed(0))
 
 
 def _cancels_otherwise(sampler: Sampler, moments: State, weight_NK: "Tensor") -> bool:
@@ -99,15 +107,14 @@ def _cancels_otherwise(sampler: Sampler, moments: State, weight_NK: "Tensor") ->
     mean_J, variance_J = project(moments, pad(weight_JK, (0, moments["mean_D"].shape[0] - sampler.k)))
     of_x_D = variance_of(moments).double() + moments["mean_D"].double().square()
     expected = share(float((mean_J.double().square() + variance_J).sum()), of_x_D[: sampler.k])
-    x_MK, _ = _trial(sampler)
+    x_MK, _, _ = _trial(sampler)
     drawn = share(float((x_MK @ weight_JK.t()).double().square().mean(0).sum()), x_MK.double().square().mean(0))
     return abs(drawn - expected) > CANCELS_OTHERWISE * expected
 
 
 def _with_gradient(sampler: Sampler, gradients: State) -> Sampler:
     """The sampler, with a G where without it E[dw] is not what it was."""
-    reference_N = sampler.reference_N
-    if reference_N is None or "dw_NK" not in gradients or not gradients["m"] > 0:
+    if "dw_NK" not in gradients or not gradients["m"] > 0:
         return sampler
     rows, products = float(gradients["m"]), float(gradients["products"] / gradients["count"])
     wanted_NK = gradients["dw_NK"].double() / rows
@@ -117,13 +124,13 @@ def _with_gradient(sampler: Sampler, gradients: State) -> Sampler:
     wanted_NK *= math.sqrt(max(0.0, 1 - products / rows / length))  # without what chance adds to the length of an average
     size = float(wanted_NK.square().sum()) + products * float(gradients["steps"]) / rows  # E|dw|² of one step, over its rows²
     for _ in range(CORRECTIONS):
-        x_MK, dy_MN = _trial(sampler)
-        assert dy_MN is not None
-        missing_NK = wanted_NK - dy_MN.double().t() @ x_MK.double() / len(x_MK)
+        x_MK, u_MN, e_M = _trial(sampler)
+        assert e_M is not None
+        missing_NK = wanted_NK - (u_MN * e_M[:, None]).double().t() @ x_MK.double() / len(x_MK)
         by_chance = products / len(x_MK) + products / rows
         if float(missing_NK.square().sum()) - 1.5 * by_chance <= WRONG_GRADIENT**2 * size:
             break
-        more_KN = _solved(x_MK.double(), strength(dy_MN, reference_N).double(), missing_NK)
+        more_KN = _solved(x_MK.double(), e_M.double().abs(), missing_NK)
         sampler = replace(sampler, pull_KN=more_KN if sampler.pull_KN is None else sampler.pull_KN + more_KN)
     return sampler
 
