@@ -60,10 +60,13 @@ class BlockCandidate(Struct, frozen=True):
     why_not: str | None = None
     error: dict[Role, dict[str, Estimate]] = {}
     input_cast_us: Times = {}  # paid where the module in front hands on no FP8
+    training_cast_us: Times = {}  # the same in training, where wgrad reads the input transposed
     forward_us: Times = {}  # serving: nothing saved
     training_us: Times = {}  # forward that saves, and backward
     baseline_forward_us: Times = {}
     baseline_training_us: Times = {}
+    epilogue_forward_us: Times = {}  # norm and activation alone, compiled: what stays where the site is no block
+    epilogue_training_us: Times = {}
 
 
 class SiteSurvey(Struct, frozen=True):

@@ -23,6 +23,7 @@ from loka.measure.error import MOST_SAMPLES, OptionError, draw_tensors, require_
 from loka.measure.parts import told
 from loka.measure.timing import copies_past_cache, time_together
 from loka.measure.trial import BLOCK_KERNEL
+from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import format_of, torch_dtype
 from loka.numerics.metrics import measure_error
@@ -103,10 +104,8 @@ class _Exact:
         return outputs | {Role.FPROP: self._behind(F.linear(x_MK, self._weight_NK)).detach()}
 
     def _behind(self, product_MN: Tensor) -> Tensor:
-        y_MN = product_MN if self._bias_N is None else product_MN + self._bias_N
-        for part in (self._block.norm, self._block.activation):
-            y_MN = y_MN if part is None else part(y_MN)
-        return y_MN
+        z_MN = product_MN if self._bias_N is None else product_MN + self._bias_N
+        return block_epilogue(z_MN, self._block.norm, self._block.activation)
 
 
 def _cast(tensor: Tensor) -> Tensor:
@@ -149,8 +148,11 @@ def _candidate(site: SiteRecord, errors: dict[Role, OptionError], times: dict[in
         activation=site.activation,
         error={role: error.estimates() for role, error in errors.items()},
         input_cast_us=of("input_cast"),
+        training_cast_us=of("training_cast"),
         forward_us=of("forward", without="input_cast"),
-        training_us=of("training", without="input_cast"),
+        training_us=of("training", without="training_cast"),
         baseline_forward_us=of("baseline_forward"),
         baseline_training_us=of("baseline_training"),
+        epilogue_forward_us=of("epilogue_forward"),
+        epilogue_training_us=of("epilogue_training"),
     )

@@ -14,11 +14,12 @@ from loka.kernels.casting import cast
 from loka.kernels.operand import Form, OperandSpec
 from loka.measure.timing import Candidate
 from loka.nn.block_norm import BlockNorm
-from loka.nn.block_reference import block_reference
+from loka.nn.block_reference import block_epilogue, block_reference
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import torch_dtype
 
-INPUT_FORM = Form(OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16), False)
+INPUT_SPEC = OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16)
+INPUT_FORMS = Form(INPUT_SPEC, False), Form(INPUT_SPEC, True)  # as fprop reads it, and as wgrad does
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
     blocks = [_copy(block) for _ in range(copies)]
     x_MK = torch.randn(site.m, site.k, device=device, dtype=dtype)
     dy_MN = 1e-3 * torch.randn(site.m, site.n, device=device, dtype=dtype)
+    z_MN = torch.randn(site.m, site.n, device=device, dtype=dtype)
     compiled = torch.compile(block_reference, dynamic=False, fullgraph=True)
+    epilogue = torch.compile(block_epilogue, dynamic=False, fullgraph=True)
 
     def baseline(x: Tensor, copy: FusedBlock) -> Tensor:
         return compiled(x, copy.weight, copy.bias, copy.norm, copy.activation)
@@ -101,12 +104,24 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
             copy.refresh_weight_casts()  # once a step
         return gradients
 
+    def epilogue_forward(turn: int) -> object:
+        with torch.no_grad():
+            return epilogue(z_MN, block.norm, block.activation)
+
+    def epilogue_training(turn: int) -> object:
+        z = z_MN.detach().requires_grad_()
+        y_MN = epilogue(z, block.norm, block.activation)
+        return torch.autograd.grad(y_MN, z, dy_MN.to(y_MN.dtype))
+
     return {
-        "input_cast": lambda _: cast(TensorName.X, x_MK, [INPUT_FORM]),
+        "input_cast": lambda _: cast(TensorName.X, x_MK, INPUT_FORMS[:1]),
+        "training_cast": lambda _: cast(TensorName.X, x_MK, INPUT_FORMS),
         "forward": partial(forward, run=fused),
         "training": partial(training, run=fused),
         "baseline_forward": partial(forward, run=baseline),
         "baseline_training": partial(training, run=baseline),
+        "epilogue_forward": epilogue_forward,
+        "epilogue_training": epilogue_training,
     }
 
 

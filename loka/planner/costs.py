@@ -12,8 +12,10 @@ from functools import cached_property
 
 from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.plan import Goal
+from loka.core.recipe import Format
 from loka.core.survey import Candidate, SiteSurvey, Times
 
+HIGH_PRECISION = frozenset(str(format) for format in Format if not format.is_8bit)  # forms, and recipes, without scales
 ROLES: dict[Goal, tuple[Role, ...]] = {Goal.TRAINING: tuple(Role), Goal.SERVING: (Role.FPROP,)}
 
 
@@ -126,9 +128,10 @@ def _reads(candidate: Candidate) -> list[tuple[TensorName, str]]:
 
 
 def _forms(kernels: dict[Role, Candidate]) -> list[tuple[TensorName, tuple[str, ...]]]:
-    """Every tensor that ``kernels`` read, with the distinct forms they ask for."""
+    """Every tensor that ``kernels`` read, with the distinct forms they ask for. In high precision the transpose is a view."""
     forms: dict[TensorName, set[str]] = {}
     for candidate in kernels.values():
         for tensor, form in _reads(candidate):
             forms.setdefault(tensor, set()).add(form)
-    return [(tensor, tuple(sorted(keys))) for tensor, keys in forms.items()]
+    views = {tensor: {f"{form}ᵀ" for form in keys & HIGH_PRECISION} for tensor, keys in forms.items()}
+    return [(tensor, tuple(sorted(keys - views[tensor]))) for tensor, keys in forms.items()]

@@ -6,15 +6,14 @@ from itertools import product
 
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Refusal
-from loka.core.recipe import Format, Transform
+from loka.core.recipe import Transform
 from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Times
-from loka.planner.costs import ROLES, SiteCosts, rows_by_measured
+from loka.planner.costs import HIGH_PRECISION, ROLES, SiteCosts, rows_by_measured
 from loka.planner.limits import Limits, why_deaf
 
 Kernels = dict[Role, Candidate]
 ByRole = dict[Role, list[Candidate]]
 Key = tuple[Role, str, Transform]
-HIGH_PRECISION = frozenset(str(format) for format in Format if not format.is_8bit)  # recipes of kernels without scales
 
 
 def key_of(candidate: Candidate) -> Key:
@@ -42,6 +41,7 @@ class BlockOption:
     time_us: float
     cast_us: float
     baseline_us: float
+    epilogue_us: float | None  # of norm and activation where the site is no block; None where that was not timed
 
     def step_us(self, fp8_input: bool) -> float:
         return self.time_us - self.cast_us if fp8_input else self.time_us
@@ -135,11 +135,12 @@ def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], 
 
 
 def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockOption | None:
-    times, baseline = (
-        (block.training_us, block.baseline_training_us)
-        if goal is Goal.TRAINING
-        else (block.forward_us, block.baseline_forward_us)
-    )
+    if goal is Goal.TRAINING:
+        times, casts = block.training_us, block.training_cast_us or block.input_cast_us
+        baseline, epilogue = block.baseline_training_us, block.epilogue_training_us
+    else:
+        times, casts = block.forward_us, block.input_cast_us
+        baseline, epilogue = block.baseline_forward_us, block.epilogue_forward_us
     if not times or not baseline:
         return None
     calls = rows_by_measured(site.calls, baseline)
@@ -150,5 +151,6 @@ def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockO
         return sum(count * by_m.get(m, 0.0) for m, count in calls.items() if m in times)
 
     elsewhere_us = sum(count * baseline[m] for m, count in calls.items() if m not in times)  # M it cannot take
-    cast_us = total(block.input_cast_us)
-    return BlockOption(block, total(times) + cast_us + elsewhere_us, cast_us, total(baseline) + elsewhere_us)
+    cast_us = total(casts)
+    epilogue_us = sum(count * epilogue[m] for m, count in calls.items()) if set(calls) <= set(epilogue) else None
+    return BlockOption(block, total(times) + cast_us + elsewhere_us, cast_us, total(baseline) + elsewhere_us, epilogue_us)

@@ -18,7 +18,10 @@ from loka.measure.timing import Timing
 
 WITHOUT_NORM = {"activation": "act", "activation_kind": "ReLU"}
 BEHIND = {"norm": "norm", "norm_kind": "BlockNorm", "activation": "act", "activation_kind": "Hardswish"}
-TIMED = ("input_cast", "forward", "training", "baseline_forward", "baseline_training")
+TIMED = (
+    *("input_cast", "training_cast", "forward", "training"),
+    *("baseline_forward", "baseline_training", "epilogue_forward", "epilogue_training"),
+)
 
 
 def weight(n: int, k: int) -> torch.Tensor:
@@ -46,7 +49,8 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     assert (block.kernel, block.norm, block.activation, block.why_not) == ("triton.block", behind.get("norm"), "act", None)
     assert {role: block.error[role]["relative_rms"].high < 1e-5 for role in Role} == dict.fromkeys(Role, True)
     assert tuple(calls) == TIMED
-    expected = {"input_cast_us": 10, "forward_us": 10, "training_us": 20, "baseline_forward_us": 40, "baseline_training_us": 50}
+    expected = {"input_cast_us": 10, "training_cast_us": 20, "forward_us": 20, "training_us": 20}
+    expected |= {"baseline_forward_us": 50, "baseline_training_us": 60, "epilogue_forward_us": 70, "epilogue_training_us": 80}
     assert {name: getattr(block, name) for name in expected} == {name: {32: us, 64: us} for name, us in expected.items()}
     calls.clear()
     blocks.survey(site, [32, 64])

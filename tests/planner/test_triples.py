@@ -153,6 +153,15 @@ def test_the_weight_is_cast_once_a_step_in_training_and_never_in_serving() -> No
     assert plan_of(one, goal="serving").time_us == 4 * (10 + 5)
 
 
+def test_high_precision_is_cast_once_for_both_orders_of_axes() -> None:
+    """The transpose of a bf16 weight is a view: 100 µs of products and one cast of 10, not two."""
+    roles = [Candidate(BASELINE, Role.FPROP, "bf16", forms=("bf16", "bf16"), gemm_us={100: 40.0})]
+    roles += [Candidate(BASELINE, Role.DGRAD, "bf16", forms=("bf16", "bf16ᵀ"), gemm_us={100: 60.0})]
+    casts = tuple(CastTime(TensorName.W, (form,), {100: 10.0}) for form in ("bf16", "bf16ᵀ"))
+    (planned,) = loka.make_plan(survey(site("a", tuple(roles), casts))).sites
+    assert planned.baseline_us == pytest.approx(110.0)
+
+
 def test_an_m_that_the_kernel_cannot_take_costs_high_precision() -> None:
     fprop = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "w"))
     one = site(
