@@ -110,9 +110,26 @@ def test_error_is_that_of_casting_separately(
     check(FusedChain([make_block(k, n, activation=activation, block=block)]), m, fused_on)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_long_contractions_go_through_cublas(emulated: torch.device, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they began at 32: products of both directions, the norm's pass behind forward's, and none where there is a bias."""
+    monkeypatch.setattr("loka.nn.fused_steps.is_promoted", lambda contraction: contraction >= 32)
+    multiply, shapes = torch._scaled_mm, []
+    monkeypatch.setattr(
+        torch,
+        "_scaled_mm",
+        lambda a, b, *args, **options: shapes.append((*a.shape, b.shape[1])) or multiply(a, b, *args, **options),
+    )
+    torch.manual_seed(0)
+    blocks = [make_block(64, 288, bias=bias), make_block(288, 96, bias=bias, activation="relu")]
+    check(FusedChain(blocks, entry=loka.BlockNorm(64)), 128, emulated)
+    forward = [] if bias else [(128, 64, 288), (128, 288, 96)]
+    assert shapes == [*forward, (96, 128, 288), (128, 96, 288), (288, 128, 64), (128, 288, 64)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [256, None], ids=["norm", "no norm"])
-@pytest.mark.parametrize(("m", "k", "n"), [(2048, 256, 768), (6144, 1024, 1024), (2048, 4096, 1000)])
+@pytest.mark.parametrize(("m", "k", "n"), [(2048, 256, 768), (6144, 1024, 1024), (2048, 4096, 1000), (2048, 8192, 512)])
 def test_error_at_the_sizes_of_models(m: int, k: int, n: int, block: int | None) -> None:
     torch.manual_seed(0)
     check(FusedChain([make_block(k, n, block=block)]), m, torch.device("cuda"), torch.bfloat16)

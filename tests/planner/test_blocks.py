@@ -125,7 +125,7 @@ def test_a_block_that_cannot_run_says_why() -> None:
 
 
 def test_beside_a_block_a_triple_pays_for_norm_and_activation() -> None:
-    """By its own parts it saves 60 µs, the block 55. But both leave a compiled 150: with 30 for what follows, it saves 80 − 30."""
+    """By its parts alone it saves 60 µs, the block 55. But of the 150 of both, what follows takes 30 more from it."""
     parts = {"training_cast_us": {M: 0.0}, "epilogue_training_us": {M: 30.0}}
     (alone,) = loka.make_plan(survey(one("a", 40.0, block(95.0, 150.0)))).sites
     assert alone.block is None
