@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEVELS = {Covariance.FULL: 129, Covariance.BLOCKS: 129, Covariance.LOW_RANK: 33}
-REACH = 3.0  # the outermost levels in standard deviations: one row in 740 lies beyond
-FARTHEST = 4.0  # where a draw ends: one row in 31,000 would lie beyond
+REACH = 3.5  # the outermost levels in standard deviations: one row in 2,100 lies beyond, and is drawn as if it lay there
 HERMITE_TERMS = 12
 _STEPS, _HALVINGS = 5, 8  # of Newton's method, and of bisection
 _CHUNK = 8192  # features at a time
@@ -68,11 +67,11 @@ def fade_quantiles(state: State, factor: float) -> State:
 
 
 def values_at(values_LD: "Tensor", z_MD: "Tensor") -> "Tensor":
-    """Q(Φ(z)): straight lines from level to level, the outermost going on to FARTHEST; zeros end half-way to the next."""
+    """Q(Φ(z)): straight lines from level to level, nothing beyond the outermost; zeros end half-way to the next level."""
     import torch
 
     last = values_LD.shape[0] - 1
-    position_MD = (z_MD.clamp(-FARTHEST, FARTHEST) + REACH) * (last / (2 * REACH))
+    position_MD = (z_MD.clamp(-REACH, REACH) + REACH) * (last / (2 * REACH))
     below_MD = position_MD.long().clamp(0, last - 1)
     low_MD, high_MD = values_LD.gather(0, below_MD), values_LD.gather(0, below_MD + 1)
     part_MD = position_MD - below_MD

@@ -50,7 +50,7 @@ def after_a_relu(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def test_zeros_are_drawn_as_zeros(form: Covariance) -> None:
     x_MK, dy_MN = drawn(sampler_of(after_a_relu, form=form))
     for values in (x_MK, dy_MN):
-        assert float((values == 0).double().mean()) == pytest.approx(0.5, abs=0.04)
+        assert float((values == 0).double().mean()) == pytest.approx(0.5, abs=0.06 if form is Covariance.LOW_RANK else 0.03)
     assert (x_MK >= 0).all()
 
 
