@@ -4,9 +4,9 @@ Casters are added like kernels. Each form goes to the first of ``PREFERENCE`` th
 forms in one call, so that it can read the tensor as few times as possible.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -43,6 +43,15 @@ class Caster(Protocol):
         ...
 
 
+@runtime_checkable
+class Rewriter(Protocol):
+    """A caster that writes into operands that are there, in one read, by what it remembers of the tensor from the last time."""
+
+    def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor: ...
+
+    def rewrite(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> None: ...
+
+
 CASTERS: Registry[Caster] = Registry("caster", discover=providers.import_all)
 
 PREFERENCE = ("onednn", "triton", "fbgemm", "torch")  # fastest first where able; torch takes everything
@@ -68,6 +77,15 @@ def _cast_alike(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict
     for caster, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
         operands.update(zip(share, CASTERS.get(caster).cast(tensor, share), strict=True))
     return operands
+
+
+def rewriter_of(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> Rewriter | None:
+    """The one caster that can rewrite all ``forms`` of ``tensor`` where they lie, if there is one."""
+    if any(form.transform is not Transform.NONE for form in forms):
+        return None
+    casters = list(_by_caster(name, tensor, forms))
+    caster = CASTERS.get(casters[0]) if len(casters) == 1 else None
+    return caster if isinstance(caster, Rewriter) else None
 
 
 def cast_high_precision(tensor: Tensor, form: Form) -> Operand:

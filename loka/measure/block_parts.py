@@ -101,7 +101,7 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
             y_MN = run(x, copy)
         gradients = torch.autograd.grad(y_MN, [x, *copy.parameters()], dy_MN.to(y_MN.dtype))
         if run is fused:
-            copy.refresh_weight_casts()  # once a step
+            copy.recast_after_step()  # once a step
         return gradients
 
     def epilogue_forward(turn: int) -> object:

@@ -97,14 +97,14 @@ def fused_alone(inputs: BlockInputs) -> Way:
     way = _differentiable(inputs, lambda x, turn: blocks[turn % len(blocks)](x), ())
 
     def train(turn: int) -> object:
-        return way.training(turn), blocks[turn % len(blocks)].refresh_weight_casts()
+        return way.training(turn), blocks[turn % len(blocks)].recast_after_step()
 
     return replace(way, training=train)
 
 
 def fused_weight_casts(inputs: BlockInputs) -> Way:
     """The share of our training time that is spent casting the weight, once a step."""
-    return Way(None, lambda turn: inputs.blocks[turn % len(inputs.blocks)].refresh_weight_casts())
+    return Way(None, lambda turn: inputs.blocks[turn % len(inputs.blocks)].recast_after_step())
 
 
 def fused_in_chain(inputs: BlockInputs) -> Way:
@@ -127,7 +127,7 @@ def fused_in_chain(inputs: BlockInputs) -> Way:
             spec, inputs.dy_MN, forward.saved, x.factor, w.codes_KN, w.scale_K,
             needs=GradientNeeds(x=True, weight=True, bias=False), x_dtype=DTYPE, weight_dtype=DTYPE,
         )  # fmt: skip
-        block.refresh_weight_casts()
+        block.recast_after_step()
         return gradients
 
     return Way(serve, train)

@@ -63,11 +63,16 @@ class FusedBlock(nn.Module):
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there."""
         if self.why_reference is None:
+            store_casts(self, cast_weight(self.weight.detach())._asdict())
+
+    def recast_after_step(self) -> None:
+        """The same after a step of an optimizer, which moves a weight but a little: in one read."""
+        if self.why_reference is None:
             recast_weight(self.weight.detach(), self._held_codes())
 
     def tensors(self) -> BlockTensors:
         """What the fused kernels read."""
-        return BlockTensors(self.weight, self.bias, *self._held_codes())
+        return BlockTensors(self.weight, self.bias, *self._held_codes()[:4])
 
     def reference(self, x: Tensor) -> Tensor:
         """The block in high precision."""

@@ -15,19 +15,20 @@ from torch import Tensor
 from loka.core.recipe import Scaling
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, epilogue_backward, norm_forward
-from loka.kernels.triton.casts import Target, cast_matrix, write_codes
+from loka.kernels.triton.casts import Target, cast_matrix, remember_amax, rewrite_codes
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.tiles import NormBlocks, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
 
 
 class WeightCodes(NamedTuple):
-    """Codes of a weight and of its transpose, each with a scale a row."""
+    """Codes of a weight and of its transpose, each with a scale a row, and what a cast remembers for the next."""
 
     codes_NK: Tensor
     scale_N: Tensor
     codes_KN: Tensor
     scale_K: Tensor
+    memory: Tensor
 
 
 class InputCodes(NamedTuple):
@@ -79,13 +80,14 @@ class Gradients(NamedTuple):
 def cast_weight(weight_NK: Tensor) -> WeightCodes:
     """Both forms of a weight that a block reads."""
     n, k = weight_NK.shape
-    return WeightCodes(*cast_matrix(weight_NK, _rowwise(n, k), _rowwise(k, n)))
+    targets = _rowwise(n, k), _rowwise(k, n)
+    return WeightCodes(*cast_matrix(weight_NK, *targets), remember_amax(weight_NK, *targets))
 
 
 def recast_weight(weight_NK: Tensor, held: WeightCodes) -> None:
-    """``cast_weight`` into the codes that are there, without a copy."""
+    """``cast_weight`` of a weight that has moved but a little, into the codes that are there and in one read."""
     n, k = weight_NK.shape
-    write_codes(weight_NK, _rowwise(n, k), _rowwise(k, n), held)
+    rewrite_codes(weight_NK, _rowwise(n, k), _rowwise(k, n), held[:4], held.memory)
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:

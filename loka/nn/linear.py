@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from loka.core.errors import InvalidInput
 from loka.core.gemm import TensorName
 from loka.core.recipe import Transform
-from loka.kernels.casting import cast
+from loka.kernels.casting import cast, rewriter_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand
 from loka.kernels.transforms import TransformVectors, center_shift, checked_vector
@@ -75,7 +75,18 @@ class LokaLinear(nn.Linear):
             casts |= {f"codes_{index}": operand.codes, f"scale_{index}": operand.scale}
         if features_K is not None and self.transform is Transform.CENTER:
             casts["shift"] = center_shift(weight_NK, features_K)
+        if rewriter := rewriter_of(TensorName.W, weight_NK, self._cached_forms):
+            casts["memory"] = rewriter.remember(weight_NK, self._cached_forms)
         store_casts(self, casts)
+
+    @torch.no_grad()
+    def recast_after_step(self) -> None:
+        """The same after a step of an optimizer, which moves a weight but a little: in one read where a caster can."""
+        weight_NK = self.weight.detach()
+        if rewriter := rewriter_of(TensorName.W, weight_NK, self._cached_forms):
+            rewriter.rewrite(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
+        else:
+            self.refresh_weight_casts()
 
     def extra_repr(self) -> str:
         kernels = self.kernels

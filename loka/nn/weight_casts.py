@@ -19,6 +19,8 @@ class HoldsWeightCasts(Protocol):
 
     def refresh_weight_casts(self) -> None: ...
 
+    def recast_after_step(self) -> None: ...
+
 
 PREFIX = "_weight_"  # of the buffers that hold casts
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -80,4 +82,4 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for holder in list(_holders):
         if id(holder.weight) in moved:
-            holder.refresh_weight_casts()
+            holder.recast_after_step()

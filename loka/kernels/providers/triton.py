@@ -1,8 +1,9 @@
 """Our own kernels (``loka.kernels.triton``) behind the contract."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from loka.kernels.contract import add_kernel
 from loka.kernels.device import constant_when_traced
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec, padded_size, recipe_of
 from loka.kernels.providers.torch_fp8 import missing_fp8
-from loka.kernels.triton.casts import SCALINGS, Target, cast_matrix
+from loka.kernels.triton.casts import SCALINGS, Target, amax_sizes, cast_matrix, remember_amax, rewrite_codes
 from loka.kernels.triton.gemm import gemm
 
 STATIC_SCALE = 16 / 448  # what follows a BlockNorm of 256 features is at most √256 = 16
@@ -100,28 +101,49 @@ class TritonCaster:
         return None
 
     def cast(self, tensor: Tensor, forms: Sequence[Form]) -> list[Operand]:
-        plain = [form for form in forms if not form.transposed]
-        transposed = [form for form in forms if form.transposed]
         operands: dict[Form, Operand] = {}
-        for index in range(max(len(plain), len(transposed))):
-            pair = (plain[index] if index < len(plain) else None, transposed[index] if index < len(transposed) else None)
-            operands.update(_cast_pair(tensor, *pair))
+        for pair in _pairs(forms):
+            made = cast_matrix(tensor, *_targets(tensor, pair))
+            for form, (codes, scale) in zip(pair, (made[:2], made[2:]), strict=True):
+                if form:
+                    outer, contraction = tensor.t().shape if form.transposed else tensor.shape
+                    operands[form] = Operand(codes, scale, outer, contraction, form.spec)
         return [operands[form] for form in forms]
 
+    def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor:
+        return torch.cat([remember_amax(tensor, *_targets(tensor, pair)) for pair in _pairs(forms)], dim=1)
 
-def _cast_pair(tensor: Tensor, plain: Form | None, transposed: Form | None) -> dict[Form, Operand]:
-    rows, cols = tensor.shape
-    targets = (
+    def rewrite(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> None:
+        pairs = _pairs(tuple(operands))
+        targets = [_targets(tensor, pair) for pair in pairs]
+        shares = memory.split([sum(amax_sizes(tensor, *both)) for both in targets], dim=1)
+        for pair, both, share in zip(pairs, targets, shares, strict=True):
+            plain, trans = (_held(tensor, None if form is None else operands[form]) for form in pair)
+            rewrite_codes(tensor, *both, (*plain, *trans), share)
+
+
+def _held(tensor: Tensor, operand: Operand | None) -> tuple[Tensor, Tensor]:
+    """Where an operand's codes and scales lie; nowhere if it is not written."""
+    if operand is None or operand.scale is None:
+        return tensor.new_empty((0, 0), dtype=torch.float8_e4m3fn), tensor.new_empty((0, 0), dtype=torch.float32)
+    return operand.codes, operand.scale
+
+
+Pair = tuple[Form | None, Form | None]  # a form in the tensor's own order of axes, and a transposed one
+
+
+def _pairs(forms: Sequence[Form]) -> list[Pair]:
+    """Forms that are written together."""
+    plain, transposed = ([form for form in forms if form.transposed is wanted] for wanted in (False, True))
+    return list(zip_longest(plain, transposed))
+
+
+def _targets(tensor: Tensor, pair: Pair) -> tuple[Target, Target]:
+    (rows, cols), (plain, transposed) = tensor.shape, pair
+    return (
         Target.of(plain.spec, rows, cols) if plain else Target.none(),
         Target.of(transposed.spec, cols, rows) if transposed else Target.none(),
     )
-    codes, scale, transposed_codes, transposed_scale = cast_matrix(tensor, *targets)
-    operands = {}
-    if plain:
-        operands[plain] = Operand(codes, scale, rows, cols, plain.spec)
-    if transposed:
-        operands[transposed] = Operand(transposed_codes, transposed_scale, cols, rows, transposed.spec)
-    return operands
 
 
 for _scaling in (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.STATIC):

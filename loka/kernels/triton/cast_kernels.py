@@ -63,11 +63,11 @@ def _scales(
 
 
 @triton.jit
-def _scaled(x, scale, SCALING: tl.constexpr):
-    """x / scale; both have the tile's shape, or axes of length 1."""
+def _scaled(x, scale, OWN: tl.constexpr):
+    """x / scale; both have the tile's shape, or axes of length 1. OWN: the scale is of x's own amax."""
     value = x.to(tl.float32)
     scaled = divide(value, scale, tl.div_rn(1.0, scale))
-    if SCALING == "static":  # a scale from an amax has made NaN of everything beside an infinity; this one has not
+    if not OWN:  # a scale of its own has made NaN of everything beside an infinity; another has not
         scaled = tl.where(tl.abs(value) == float("inf"), float("nan"), scaled)
     return scaled
 
@@ -98,16 +98,18 @@ def _store_scales(scale_A, index_A, tile_A, tile_B, scale_ptr, size_A, size_B, S
 @triton.jit
 def cast_kernel(
     x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
+    seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once, written as codes of the scalings PLAIN and TRANS ("none": not written).
 
     SAME: both have the same scales, so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes,
-    which the compiler does not find out through a division. The tile is read as four tiles of every fourth row: four codes
-    of one column then meet in one thread, and are one word of the transpose.
+    which the compiler does not find out through a division. SEEN: the amaxes that the scalings are made from are raised (from
+    0) to the tile's own. The tile is read as four tiles of every fourth row: four codes of one column then meet in one
+    thread, and are one word of the transpose.
     """
     wait_for_kernels_before()
     tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
@@ -119,12 +121,18 @@ def cast_kernel(
     x2 = _load_tile(x_ptr, 4 * quad + 2, col, rows, cols, row_stride)
     x3 = _load_tile(x_ptr, 4 * quad + 3, col, rows, cols, row_stride)
     bits_QC = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
+    if SEEN:
+        if TRANS == "rowwise":
+            tl.atomic_max(seen_cols_ptr + col, tl.max(bits_QC, axis=0), mask=col < cols, sem="relaxed")
+        if PLAIN == "tensorwise" or TRANS == "tensorwise":
+            tl.atomic_max(seen_all_ptr, tl.max(bits_QC), sem="relaxed")
     if TRANS != "none":
         amax_C = tl.max(bits_QC, axis=0) if TRANS == "1x128" or TRANS == "128x128" else tl.zeros((COLS,), tl.int32)
         scale_C = _scales(amax_C, col, cols, col_amax_ptr, all_amax_ptr, trans_static, COLS, TRANS)
         _store_scales(scale_C, col, tile_C, tile_R, trans_scale_ptr, trans_rows, trans_cols, TRANS)
-        scaled0, scaled1 = _scaled(x0, scale_C[None, :], TRANS), _scaled(x1, scale_C[None, :], TRANS)
-        scaled2, scaled3 = _scaled(x2, scale_C[None, :], TRANS), _scaled(x3, scale_C[None, :], TRANS)
+        OWN_C: tl.constexpr = (TRANS != "static") and not SEEN  # pyrefly: ignore[bad-assignment]
+        scaled0, scaled1 = _scaled(x0, scale_C[None, :], OWN_C), _scaled(x1, scale_C[None, :], OWN_C)
+        scaled2, scaled3 = _scaled(x2, scale_C[None, :], OWN_C), _scaled(x3, scale_C[None, :], OWN_C)
         words = tl.multiple_of(trans_cols // 4, 4) if ALIGNED else trans_cols // 4
         inside = (col < trans_rows)[:, None] & (quad < words)[None, :]
         place = trans_words_ptr + col.to(tl.int64)[:, None] * words + quad[None, :]
@@ -134,13 +142,15 @@ def cast_kernel(
         for j in tl.static_range(4):
             x_QC = x0 if j == 0 else x1 if j == 1 else x2 if j == 2 else x3
             row = 4 * quad + j
+            if SEEN and PLAIN == "rowwise":
+                tl.atomic_max(seen_rows_ptr + row, tl.max(magnitude(x_QC), axis=1), mask=row < rows, sem="relaxed")
             amax_Q = tl.max(magnitude(x_QC), axis=1) if PLAIN == "1x128" else all_Q
             scale_Q = _scales(amax_Q, row, rows, row_amax_ptr, all_amax_ptr, plain_static, QUADS, PLAIN)
             _store_scales(scale_Q, row, tile_R, tile_C, plain_scale_ptr, plain_rows, plain_cols, PLAIN)
             if SAME:
                 scaled_QC = scaled0 if j == 0 else scaled1 if j == 1 else scaled2 if j == 2 else scaled3
             else:
-                scaled_QC = _scaled(x_QC, scale_Q[:, None], PLAIN)
+                scaled_QC = _scaled(x_QC, scale_Q[:, None], PLAIN != "static" and not SEEN)
             _store_plain(scaled_QC, row, col, plain_ptr, plain_rows, plain_cols)
 
 
@@ -154,5 +164,15 @@ def rowwise_kernel(
     col = tl.arange(0, COLS)
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
     scale_R = scale_of(tl.max(magnitude(x_RC), axis=1))
-    _store_plain(_scaled(x_RC, scale_R[:, None], "rowwise"), row, col, codes_ptr, padded_rows, padded_cols)
+    _store_plain(_scaled(x_RC, scale_R[:, None], True), row, col, codes_ptr, padded_rows, padded_cols)
     tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)
+
+
+@triton.jit
+def remember_kernel(seen_ptr, last_ptr, size, LENGTH: tl.constexpr):
+    """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again."""
+    wait_for_kernels_before()
+    index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
+    seen = tl.load(seen_ptr + index, mask=index < size, other=0)
+    tl.store(last_ptr + index, (2 * seen.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True), mask=index < size)
+    tl.store(seen_ptr + index, tl.zeros_like(seen), mask=index < size)

@@ -15,6 +15,10 @@ WIDEST_ROW = 16384  # values of one row that a program holds in registers
 NOT_WRITTEN = "none"
 SCALINGS = (Scaling.STATIC, Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
 AMAX_TILE = (32, 512)
+REMEMBERED_AT_ONCE = 1024
+
+
+Amaxes = tuple[Tensor, Tensor, Tensor]  # of rows, of columns, of all, each only as far as a scale is made from it
 
 
 class Tile(NamedTuple):
@@ -120,52 +124,96 @@ def write_codes(
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
     from loka.kernels.triton import cast_kernels as kernels
 
-    plain_codes, plain_scale, trans_codes, trans_scale = codes
     x = x if x.stride(1) == 1 else x.contiguous()
     (rows, cols), row_stride = x.shape, x.stride(0)
     if plain.scaling == "rowwise" and trans.scaling == NOT_WRITTEN and amax is None and cols <= WIDEST_ROW:
         step = rows_at_once(plain.contraction)
         kernels.rowwise_kernel[(-(-plain.outer // step),)](
-            x, plain_codes, plain_scale, rows, cols, row_stride, plain.outer, plain.contraction,
+            x, *codes[:2], rows, cols, row_stride, plain.outer, plain.contraction,
             ROWS=step, COLS=max(16, power_of_two(plain.contraction)), num_warps=8 if plain.contraction > 1024 else 4,
             launch_pdl=x.is_cuda,
         )  # fmt: skip
         return
 
-    sms = multiprocessors(x.device)
-    scalings = plain.scaling, trans.scaling
-    if amax is None:
-        row_amax, col_amax, all_amax = _amaxes(x, scalings, sms)
-    else:
-        row_amax, col_amax, all_amax = amax[:rows], amax[rows:], amax
-    tile = cast_tile(scalings)
+    amaxes = _amaxes(x, plain, trans) if amax is None else (amax[:rows], amax[rows:], amax)
+    _launch_cast(x, plain, trans, codes, amaxes)
+
+
+def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
+    """Memory for ``rewrite_codes``: twice the amaxes of ``x`` that the targets' scales are made from, and zeros."""
+    last = torch.cat(_amaxes(x, plain, trans)).view(torch.float32) * 2
+    return torch.stack([last.view(torch.int32), torch.zeros_like(last, dtype=torch.int32)])
+
+
+def rewrite_codes(
+    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor
+) -> None:
+    """``write_codes`` in one read, for a matrix that changes little from one call to the next, as a weight in training.
+
+    Scales are those of the call before, from amaxes twice as large as they were then: no value that has at most doubled
+    saturates, and codes of a floating format lose nothing by it but the last binade below.
+    """
+    from loka.kernels.triton import cast_kernels as kernels
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    last, seen = memory
+    _launch_cast(x, plain, trans, codes, *(_split_amaxes(amax, x, plain, trans) for amax in (last, seen)))
+    kernels.remember_kernel[(-(-last.numel() // REMEMBERED_AT_ONCE),)](
+        seen, last, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4, launch_pdl=x.is_cuda
+    )
+
+
+def _launch_cast(
+    x: Tensor,
+    plain: Target,
+    trans: Target,
+    codes: tuple[Tensor, Tensor, Tensor, Tensor],
+    amaxes: Amaxes,
+    seen: Amaxes | None = None,
+) -> None:
+    from loka.kernels.triton import cast_kernels as kernels
+
+    (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
+    (row_amax, col_amax, all_amax), (seen_rows, seen_cols, seen_all) = amaxes, seen or amaxes
+    tile = cast_tile((plain.scaling, trans.scaling))
     tiles_across = -(-max(plain.contraction, trans.outer) // tile.cols)
     tiles = tiles_across * -(-max(plain.outer, trans.contraction) // tile.rows)
     kernels.cast_kernel[(tiles,)](
         x, plain_codes, plain_scale, trans_codes.flatten().view(torch.int32), trans_scale, row_amax, col_amax, all_amax,
-        rows, cols, row_stride, plain.outer, plain.contraction, trans.outer, trans.contraction,
+        seen_rows, seen_cols, seen_all, rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
-        ALIGNED=trans.contraction % 16 == 0, num_warps=8 if tile.rows == 128 else 4, launch_pdl=x.is_cuda,
+        ALIGNED=trans.contraction % 16 == 0, SEEN=seen is not None,
+        num_warps=8 if tile.rows == 128 else 4, launch_pdl=x.is_cuda,
     )  # fmt: skip
 
 
-def _amaxes(x: Tensor, scalings: tuple[str, str], sms: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Amaxes of rows, columns and all of ``x``: of each, only what ``scalings`` need. One read, or none."""
+def _split_amaxes(amax: Tensor, x: Tensor, plain: Target, trans: Target) -> Amaxes:
+    of_rows, of_cols, of_all = amax.split(amax_sizes(x, plain, trans))
+    return of_rows, of_cols, of_all
+
+
+def amax_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
+    """How many amaxes of rows, of columns and of all the targets' scales are made from."""
+    scalings = plain.scaling, trans.scaling
+    return [x.shape[0] * (scalings[0] == "rowwise"), x.shape[1] * (scalings[1] == "rowwise"), int("tensorwise" in scalings)]
+
+
+def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
+    """Amaxes of rows, columns and all of ``x``: of each, only what the targets need. One read, or none."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), (tile_rows, tile_cols) = x.shape, AMAX_TILE
-    of_rows, of_cols, of_all = scalings[0] == "rowwise", scalings[1] == "rowwise", "tensorwise" in scalings
-    sizes = [rows if of_rows else 0, cols if of_cols else 0, 1 if of_all else 0]
-    row_amax, col_amax, all_amax = x.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)  # zeroed in one launch
-    if of_rows or of_cols or of_all:
-        down = tiles_down(rows, cols, sms)
+    sizes = amax_sizes(x, plain, trans)
+    of_rows, of_cols, of_all = _split_amaxes(x.new_zeros(sum(sizes), dtype=torch.int32), x, plain, trans)
+    if any(sizes):
+        down = tiles_down(rows, cols, multiprocessors(x.device))
         kernels.amax_kernel[(-(-rows // (down * tile_rows)) * -(-cols // tile_cols),)](
-            x, row_amax, col_amax, all_amax, rows, cols, x.stride(0), down,
-            ROWS=tile_rows, COLS=tile_cols, OF_ROWS=of_rows, OF_COLS=of_cols, OF_ALL=of_all, num_warps=8,
+            x, of_rows, of_cols, of_all, rows, cols, x.stride(0), down,
+            ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, num_warps=8,
             launch_pdl=x.is_cuda,
         )  # fmt: skip
-    return row_amax, col_amax, all_amax
+    return of_rows, of_cols, of_all
 
 
 @_cast_e4m3.register_fake

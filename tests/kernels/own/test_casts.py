@@ -10,7 +10,18 @@ from torch import Tensor
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import OperandSpec
-from loka.kernels.triton.casts import NOT_WRITTEN, SCALINGS, Target, cast_matrix, cast_tile, reads, rows_at_once, tiles_down
+from loka.kernels.triton.casts import (
+    NOT_WRITTEN,
+    SCALINGS,
+    Target,
+    cast_matrix,
+    cast_tile,
+    reads,
+    remember_amax,
+    rewrite_codes,
+    rows_at_once,
+    tiles_down,
+)
 from loka.numerics.formats import decode
 from loka.numerics.scaling import quantize
 
@@ -85,6 +96,56 @@ def test_interpreted_casts_are_the_oracles(
 @pytest.mark.parametrize(("rows", "cols"), [(2050, 520), (300, 129), (8192, 4096)])
 def test_compiled_casts_are_the_oracles(gpu: torch.device, kinds: tuple[str, str], rows: int, cols: int) -> None:
     check(hostile(rows, cols, torch.bfloat16, 0).to(gpu), *kinds, multiple=16)
+
+
+class TestRewriting:
+    """A weight cast again after every step, in one read, with scales from twice the amaxes of the step before."""
+
+    KINDS = (("rowwise", "rowwise"), ("tensorwise", "tensorwise"), ("rowwise", "tensorwise"), ("rowwise", "none"))
+
+    @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+    @pytest.mark.parametrize(("rows", "cols"), [(40, 150), (129, 64)])
+    def test_scales_are_of_the_step_before(self, where: torch.device, kinds: tuple[str, str], rows: int, cols: int) -> None:
+        targets = target(kinds[0], rows, cols), target(kinds[1], cols, rows)
+        last, *steps = (size * hostile(rows, cols, torch.float32, 0).to(where) for size in (1.1, 1.0, 1.5))
+        codes, memory = cast_matrix(last, *targets), remember_amax(last, *targets)
+        for x in steps:
+            rewrite_codes(x, *targets, codes, memory)
+            for kind, got, scale, now, before in (
+                (kinds[0], *codes[:2], x, last),
+                (kinds[1], *codes[2:], x.t(), last.t()),
+            ):
+                if kind == NOT_WRITTEN:
+                    continue
+                outer, contraction = now.shape
+                expected = quantize(2 * before.cpu(), Format.E4M3, Scaling(kind)).scale
+                held = scale.cpu()[:outer] if kind == "rowwise" else scale.cpu()
+                torch.testing.assert_close(held, expected, rtol=0, atol=0)
+                # Half the range is used: an exact code's error, and no more than a subnormal's where values are tiny.
+                value = decode(got.cpu())[:outer, :contraction] * held
+                error, now = (value - now.cpu()).abs(), now.cpu().abs()
+                assert (error <= now / 16 + held * 2.0**-10).all()
+            last = x
+
+    def test_what_grows_past_twice_saturates_once(self, where: torch.device) -> None:
+        x = torch.full((16, 32), 0.5, device=where)
+        targets = target("rowwise", 16, 32), target("rowwise", 32, 16)
+        codes, memory = cast_matrix(x, *targets), remember_amax(x, *targets)
+        for expected in (1.0, 3.0):
+            rewrite_codes(6 * x, *targets, codes, memory)
+            assert (decode(codes[0].cpu())[:16] * codes[1].cpu()).unique().tolist() == pytest.approx([expected], rel=0.07)
+
+    def test_bad_values_stay_visible_and_do_not_stay(self, where: torch.device) -> None:
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(where)
+        targets = target("rowwise", 16, 32), target("rowwise", 32, 16)
+        codes, memory = cast_matrix(x, *targets), remember_amax(x, *targets)
+        bad = x.clone()
+        bad[3, 5] = float("inf")
+        rewrite_codes(bad, *targets, codes, memory)
+        assert decode(codes[0].cpu())[3, 5].isnan()
+        for _ in range(2):
+            rewrite_codes(x, *targets, codes, memory)
+        assert decode(codes[0].cpu()).isfinite().all()
 
 
 @pytest.mark.parametrize("kinds", [("rowwise", "rowwise"), ("tensorwise", "none"), ("1x128", "128x128"), ("rowwise", "none")])

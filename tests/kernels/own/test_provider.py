@@ -5,12 +5,13 @@ import torch
 from contract_check import check_product
 
 from loka.core.gemm import Device, GemmProblem, Role, SiteShape, TensorName
-from loka.core.recipe import Format, Scaling
-from loka.kernels.casting import CASTERS, CastProblem
+from loka.core.recipe import Format, Scaling, Transform
+from loka.kernels.casting import CASTERS, CastProblem, Rewriter, rewriter_of
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers import triton as provider
+from loka.numerics.formats import decode
 
 OURS = [name for name in KERNELS.names() if name.startswith("triton.")]
 SITES = [SiteShape(2048, 256, 768), SiteShape(300, 200, 100), SiteShape(1, 16, 1)]
@@ -41,3 +42,34 @@ def test_products_are_the_oracles(gpu: torch.device, name: str, role: Role, site
         TensorName.W: site.k**-0.5 * torch.randn(site.n, site.k, device=gpu),
     }
     check_product(kernel, role, tensors, torch.bfloat16)
+
+
+def test_a_linear_layer_s_copies_are_rewritten_where_they_lie(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a step both copies hold the moved weight, in the same buffers; a form too many for one read has one of its own."""
+    monkeypatch.setattr(provider, "missing_triton", lambda device: None)
+    caster = CASTERS.get("triton")
+    assert isinstance(caster, Rewriter)
+    specs = (OperandSpec(Format.E4M3, scaling, 16, 16) for scaling in (Scaling.ROWWISE, Scaling.TENSORWISE))
+    forms = [Form(spec, transposed) for spec in specs for transposed in (False, True)][:3]
+    weight_NK = torch.randn(40, 72, generator=torch.Generator().manual_seed(0)).to(where)
+    assert rewriter_of(TensorName.W, weight_NK, forms) is caster
+    operands = dict(zip(forms, caster.cast(weight_NK, forms), strict=True))
+    memory = caster.remember(weight_NK, forms)
+    for step in (1.2, 0.9):
+        weight_NK = step * weight_NK + 0.05
+        caster.rewrite(weight_NK, operands, memory)
+        for form, operand in operands.items():
+            weight = weight_NK.t() if form.transposed else weight_NK
+            scale = operand.scale[: operand.outer] if form.spec.scaling is Scaling.ROWWISE else operand.scale  # type: ignore[index]
+            value = decode(operand.codes)[: operand.outer, : operand.contraction] * scale
+            assert ((value - weight).abs() <= weight.abs() / 15 + scale * 2.0**-9).all()
+
+
+def test_what_is_transformed_or_shared_out_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_NK, rowwise = torch.ones(32, 32), OperandSpec(Format.E4M3, Scaling.ROWWISE, 16, 16)
+    assert rewriter_of(TensorName.W, weight_NK, [Form(rowwise, False)]) is None  # on a CPU torch casts it
+    monkeypatch.setattr(provider, "missing_triton", lambda device: None)
+    centered = Form(rowwise, False, Transform.RESCALE)
+    other = Form(OperandSpec(Format.E5M2, Scaling.ROWWISE, 16, 16), True)
+    assert rewriter_of(TensorName.W, weight_NK, [centered]) is None
+    assert rewriter_of(TensorName.W, weight_NK, [Form(rowwise, False), other]) is None
