@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from loka.core.environment import current_command, current_environment
 from loka.core.results import GatheredResults, markdown_table
@@ -28,7 +28,7 @@ from loka.kernels.device import device_of
 from loka.models.registry import build_model
 from loka.mods.apply import apply_mods
 from loka.train.config import TrainConfig
-from loka.train.fidelity import METRICS, PREDICTORS, SiteFidelity, study
+from loka.train.fidelity import METRICS, PREDICTORS, SiteFidelity, study, study_planted
 from loka.train.paired import example_of
 from loka.train.quality_settings import MODS
 from loka.train.trainer import Trainer
@@ -79,7 +79,7 @@ def study_case(case: Case, path: Path | None, steps: int, batch_size: int, batch
     return study(net.dense_part, stream, lambda batch: F.binary_cross_entropy_with_logits(net(batch), batch.label_B), batches)
 
 
-Planted = Callable[[torch.Generator], tuple[Tensor, Tensor]]  # x_MK and dy_MN
+Planted = Callable[[torch.Generator], tuple[Tensor, Tensor]]  # makes x_MK and dy_MN
 M, K, N = 256, 96, 64
 
 
@@ -133,25 +133,6 @@ def planted_cases() -> dict[str, tuple[Planted, Tensor]]:
             plain_NK,
         ),
     }
-
-
-def study_planted(planted: Planted, weight_NK: Tensor, batches: int) -> dict[str, SiteFidelity]:
-    """One linear layer in front of another, so that it is no head, whose output has exactly the planted gradients."""
-    site = nn.Linear(K, N, bias=False)
-    site.weight = nn.Parameter(weight_NK.clone())
-    model = nn.Sequential(site, nn.Linear(N, N, bias=False))
-    generator = torch.Generator().manual_seed(0)
-
-    def loss(rows: tuple[Tensor, Tensor]) -> Tensor:
-        x_MK, dy_MN = rows
-        taken: list[Tensor] = []
-        handle = site.register_forward_hook(lambda module, args, y: taken.append(y))
-        model(x_MK)
-        handle.remove()
-        return (taken[0] * dy_MN).sum()
-
-    stream = iter(lambda: planted(generator), None)
-    return {name: fidelity for name, fidelity in study(model, stream, loss, batches).items() if name == "0"}
 
 
 def as_row(fidelity: dict[str, SiteFidelity]) -> dict[str, Any]:
@@ -285,9 +266,10 @@ def main() -> None:
     paths = {"criteo-raw": arguments.criteo, "criteo-log": arguments.criteo, "movielens": arguments.movielens}
     paths = {data: path for data, path in paths.items() if path} or {"synthetic": None}
     settings = {name: getattr(arguments, name) for name in ("steps", "batch_size", "batches")}
-    todo: dict[str, Callable[[], dict[str, SiteFidelity]]] = {}
-    for name, (planted, weight_NK) in planted_cases().items():
-        todo[f"planted/{name}"] = lambda planted=planted, weight=weight_NK: study_planted(planted, weight, arguments.batches)
+    todo: dict[str, Callable[[], dict[str, SiteFidelity]]] = {
+        f"planted/{name}": lambda case=case: {"0": study_planted(*case, arguments.batches)}
+        for name, case in planted_cases().items()
+    }
     for data, model, mods, stage in product(paths, arguments.models, arguments.mods, arguments.stages):
         case = Case(model, arguments.preset, data, mods == "with", stage)
         todo[case.key] = lambda case=case: study_case(case, paths[case.data], **settings)

@@ -35,7 +35,7 @@ def quantiles_of(rows_RD: "Tensor", levels: int) -> State:
     import torch
 
     rows = rows_RD.shape[0]
-    sorted_RD = rows_RD.t().contiguous().sort(dim=1).values.t()
+    sorted_RD = _sorted(rows_RD.t().contiguous()).t()
     probability_L = torch.special.ndtr(level_scores(levels, rows_RD))
     position_L = (probability_L * rows - 0.5).clamp(0, rows - 1)
     below_L = position_L.long()
@@ -53,8 +53,9 @@ def merge_quantiles(a: State, b: State) -> State:
     edges = torch.special.ndtr((score_L[1:] + score_L[:-1]) / 2)
     mass_L = torch.diff(edges, prepend=edges.new_zeros(1), append=edges.new_ones(1))
     mass_P = torch.cat([mass_L * (a["count"] / count).float(), mass_L * (b["count"] / count).float()])
-    points_DP, order_DP = torch.cat([a["values_LD"], b["values_LD"]]).t().contiguous().sort(dim=1)
-    reaches_DP = mass_P[order_DP].cumsum(1)
+    points_DP = torch.cat([a["values_LD"], b["values_LD"]]).t().contiguous()
+    order_DP = _order(points_DP)
+    points_DP, reaches_DP = points_DP.gather(1, order_DP), mass_P[order_DP].cumsum(1)
     wanted_DL = torch.special.ndtr(score_L).expand(points_DP.shape[0], -1).contiguous()
     at_DL = torch.searchsorted(reaches_DP, wanted_DL).clamp(max=points_DP.shape[1] - 1)
     # A value that was there, none in between: else zeros would become fewer from merge to merge.
@@ -134,6 +135,27 @@ def latent_correlation(values_LD: "Tensor", correlation_DD: "Tensor") -> "Tensor
             value_DD.addcmul_(products_DD, power_DD)
         rho_DD = (rho_DD - (value_DD - correlation_DD) / slope_DD.clamp(min=_FLATTEST)).clamp(-1, 1)
     return rho_DD.fill_diagonal_(1.0)
+
+
+def _sorted(values_DR: "Tensor") -> "Tensor":
+    """Each row by size. NumPy sorts forty times as fast on a CPU, and a Probe may not take more than 1 % of a step."""
+    import torch
+
+    if values_DR.device.type != "cpu":
+        return values_DR.sort(dim=1).values
+    import numpy as np
+
+    return torch.from_numpy(np.sort(values_DR.numpy(), axis=1))
+
+
+def _order(values_DP: "Tensor") -> "Tensor":
+    import torch
+
+    if values_DP.device.type != "cpu":
+        return values_DP.argsort(dim=1)
+    import numpy as np
+
+    return torch.from_numpy(np.argsort(values_DP.numpy(), axis=1, kind="stable"))
 
 
 def _hermite_coefficients(values_LD: "Tensor") -> "Tensor":

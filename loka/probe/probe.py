@@ -150,10 +150,9 @@ class Probe:
         elif rows.dy_RN is None and name in self._trains:
             return
         kept = {key: statistic.fade(self._fade) for key, statistic in self._statistics[name].items()}
-        new = observe(rows)
-        self._statistics[name] = {
-            key: kept[key].merge(statistic) if key in kept else statistic for key, statistic in new.items()
-        }
+        new = observe(rows, self._samples - 1, kept.keys())
+        merged = {key: kept[key].merge(statistic) if key in kept else statistic for key, statistic in new.items()}
+        self._statistics[name] = kept | merged
 
     def _rows_of(self, name: str, calls: list[Call], dw_NK: Tensor | None) -> Rows | None:
         """The rows of all calls that hold no NaN or infinity."""

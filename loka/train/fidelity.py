@@ -78,6 +78,24 @@ def study(model: nn.Module, batches: Iterator[Any], loss: Callable[[Any], Tensor
     }
 
 
+def study_planted(planted: Callable[[torch.Generator], Rows], weight_NK: Tensor, n_batches: int) -> SiteFidelity:
+    """The fidelity at a linear layer that sees the x and gets exactly the dy that ``planted`` makes."""
+    n, k = weight_NK.shape
+    site = nn.Linear(k, n, bias=False)
+    site.weight = nn.Parameter(weight_NK.clone())
+    model = nn.Sequential(site, nn.Linear(n, 1))  # the second is there for the first to be no head
+    generator = torch.Generator().manual_seed(0)
+
+    def loss(rows: Rows) -> Tensor:
+        outputs: list[Tensor] = []
+        handle = site.register_forward_hook(lambda module, args, y: outputs.append(y))
+        model(rows[0])
+        handle.remove()
+        return (outputs[0] * rows[1]).sum()
+
+    return study(model, iter(lambda: planted(generator), None), loss, n_batches)["0"]
+
+
 def fidelity_of(rows: SiteRows, site: SiteRecord) -> SiteFidelity:
     m = rows.learned[0][0].shape[0]
     halves = [_errors(iter(half).__next__, rows.weight_NK, len(half)) for half in rows.held_out]

@@ -12,12 +12,13 @@ from loka.core.statistics import Rule
 from loka.probe.statistics.contract import STATISTICS, Rows
 
 LOWEST, BINADES = -48, 80
-VALUES = 2**20  # of a tensor, at most: rows are chosen at random, so any of them stand for all
+VALUES = 2**16  # of a tensor, at most: rows are chosen at random, so any of them stand for all
 
 
 @STATISTICS.register("binades")
 class Binades:
     rule = Rule.SUM
+    every = 1
 
     def observe(self, rows: Rows) -> State:
         state = {"x_B": counts_by_binade(rows.x_RK)}

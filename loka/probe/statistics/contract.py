@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -40,6 +41,7 @@ class Observer(Protocol):
     """One statistic: the state of one batch of rows, empty where there is none, and how two states merge."""
 
     rule: Rule
+    every: int  # one sampled step in so many is looked at
 
     def observe(self, rows: Rows) -> State: ...
 
@@ -52,7 +54,8 @@ def _import_statistics() -> None:
 STATISTICS: Registry[Observer] = Registry("statistic", discover=_import_statistics)
 
 
-def observe(rows: Rows) -> dict[str, Statistic]:
-    """Every statistic that the rows have something to say about."""
-    states = {name: observer.observe(rows) for name, observer in STATISTICS.items()}
-    return {name: Statistic(STATISTICS.get(name).rule, state) for name, state in states.items() if state}
+def observe(rows: Rows, sample: int = 0, known: Collection[str] = ()) -> dict[str, Statistic]:
+    """Every statistic that the rows have something to say about, if it is its turn at this sample or it is not ``known`` yet."""
+    due = {name: observer for name, observer in STATISTICS.items() if sample % observer.every == 0 or name not in known}
+    states = {name: observer.observe(rows) for name, observer in due.items()}
+    return {name: Statistic(due[name].rule, state) for name, state in states.items() if state}

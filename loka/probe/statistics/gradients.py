@@ -15,6 +15,7 @@ from loka.probe.statistics.contract import STATISTICS, Rows
 @STATISTICS.register("gradients")
 class Gradients:
     rule = Rule.SUM
+    every = 1
 
     def observe(self, rows: Rows) -> State:
         """Sums: of |x|²·|dy|² and of the reference over the chosen rows; of dw over all, where the covariance is whole."""

@@ -8,6 +8,7 @@ from loka.probe.statistics.contract import STATISTICS, Rows
 @STATISTICS.register("moments")
 class JointMoments:
     rule = Rule.MOMENTS
+    every = 1
 
     def observe(self, rows: Rows) -> State:
         return moments_of(rows.joint_RD, rows.covariance)
