@@ -263,6 +263,33 @@ def test_a_site_of_123200_features_stays_within_its_budget(caplog: pytest.LogCap
     torch.testing.assert_close(drawn_MK.std(0).mean(), x_MK.std(0).mean(), rtol=0.2, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("budget", "form"), [(2**30, Covariance.FULL), (800_000, Covariance.BLOCKS), (250_000, Covariance.LOW_RANK)]
+)
+def test_the_memory_that_is_promised_holds_every_statistic(budget: int, form: Covariance) -> None:
+    probe = loka.Probe(model := nn.Linear(300, 200), every=1, memory_budget=budget)
+    for _ in range(3):
+        with probe.step():
+            model(torch.randn(200, 300)).square().sum().backward()
+    tensors = [t for statistic in probe.record().sites[""].statistics.values() for t in statistic.tensors.values()]
+    assert probe.memory.forms == {"": form}
+    taken = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert 0.95 * probe.memory.bytes <= taken <= 1.01 * probe.memory.bytes + 2**11  # and some hundred bytes for counts
+
+
+def test_quantiles_are_looked_at_every_second_sample_and_from_the_first_with_gradients() -> None:
+    model = nn.Linear(4, 2)
+    probe = loka.Probe(model, every=1, half_life=None)
+    with torch.no_grad(), probe.step():
+        model(torch.zeros(8, 4))
+    for value in (1.0, 2.0, 3.0):
+        with probe.step():
+            model(torch.full((8, 4), value)).sum().backward()
+    statistics = probe.record().sites[""].statistics
+    assert statistics["moments"].tensors["count"] == 24
+    assert statistics["quantiles"].tensors["count"] == 16  # of samples 1, for nothing was known with gradients, and 2
+
+
 def test_the_largest_sites_fall_back_first() -> None:
     model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 64), nn.Linear(64, 64))
     forms = loka.Probe(model, memory_budget=6 * 2**20).memory.forms

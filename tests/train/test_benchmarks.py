@@ -79,3 +79,15 @@ def test_scaling_fits_a_slope(tmp_path):
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     times = {row["size"]: row["seconds"]["measure"] for row in rows if row["axis"] == "sites"}
     assert f"**{math.log2(times[4] / times[2]):.2f}**" in output  # through two points the line is exact
+
+
+def test_fidelity_studies_each_case_once(tmp_path):
+    words = ["--models", "dlrm", "--mods", "without", "--stages", "init", "--batches", "8", "--batch-size", "32"]
+    words += ["--results", str(tmp_path / "results.json")]
+    assert "synthetic/dlrm-tiny/plain/init: " in run("fidelity.py", *words)
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {"fprop", "dgrad", "wgrad"} == {option.split()[0] for option in rows[-1]["sites"]["top.0"]}
+    table = (tmp_path / "results.md").read_text()
+    assert "| synthetic/dlrm-tiny/plain/init |" in table
+    assert "| correlated x and dy | wgrad |" in table
+    assert "init: " not in run("fidelity.py", *words)

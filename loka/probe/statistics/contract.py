@@ -55,7 +55,7 @@ STATISTICS: Registry[Observer] = Registry("statistic", discover=_import_statisti
 
 
 def observe(rows: Rows, sample: int = 0, known: Collection[str] = ()) -> dict[str, Statistic]:
-    """Every statistic that the rows have something to say about, if it is its turn at this sample or it is not ``known`` yet."""
+    """Every statistic that the rows have something to say about, if it is its turn at this sample or not ``known`` yet."""
     due = {name: observer for name, observer in STATISTICS.items() if sample % observer.every == 0 or name not in known}
     states = {name: observer.observe(rows) for name, observer in due.items()}
     return {name: Statistic(due[name].rule, state) for name, state in states.items() if state}
