@@ -28,6 +28,7 @@ from loka.train.trainer import Trainer
 
 FOLDER = Path(__file__).parent / "results"
 EVERY = 100
+SAMPLES = 2  # steps timed together: a Probe looks at quantiles at every second sample
 
 
 def measure_overhead(model: str, preset: str, batch_size: int, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def measure_overhead(model: str, preset: str, batch_size: int, device: torch.dev
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            times[name].append(seconds(step, device))
+            times[name].append(sum(seconds(step, device) for _ in range(SAMPLES)) / SAMPLES)
     fastest = {name: min(values) for name, values in times.items()}  # what else a machine does only adds to a step
     extra = max(0.0, fastest["sampled"] - fastest["plain"])
     probe_itself = _nothing_inside(idle, device)
