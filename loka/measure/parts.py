@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loka.core.gemm import SOURCES, Role, SiteShape, Source, TensorName
 from loka.core.recipe import Format, Recipe, Transform
-from loka.kernels.casting import CastProblem, cast, choose_caster
+from loka.kernels.casting import CastProblem, cast, choose_caster, rewriter_of
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
@@ -111,10 +111,21 @@ class SiteParts:
         self._vectors: dict[tuple[Transform, int], TransformVectors] = {}
         self._references: dict[Role, Tensor] = {}
         self._dy_sum: Tensor | None = None
+        self._held: dict[tuple[tuple[Form, ...], int], tuple[tuple[Operand, ...], Tensor]] = {}
 
     def cast(self, name: TensorName, forms: Sequence[Form], turn: int) -> tuple[Operand, ...]:
-        """All ``forms`` of a tensor as a model casts them: the call to time."""
-        return cast(name, self.tensors.stored(name, turn), forms, self.vectors_of(forms[0].transform, turn))
+        """All ``forms`` of a tensor as a model casts them: the call to time. A weight is cast again where its copies lie, if a
+        caster can."""
+        tensor, forms = self.tensors.stored(name, turn), tuple(forms)
+        rewriter = rewriter_of(name, tensor, forms) if name is TensorName.W and is_8bit(forms) else None
+        if rewriter is None:
+            return cast(name, tensor, forms, self.vectors_of(forms[0].transform, turn))
+        key = forms, turn % len(self.tensors.weights)
+        if key not in self._held:
+            self._held[key] = cast(name, tensor, forms), rewriter.remember(tensor, forms)
+        operands, memory = self._held[key]
+        rewriter.rewrite(tensor, dict(zip(forms, operands, strict=True)), memory)
+        return operands
 
     def multiply(self, option: Option, turn: int = 0, *, fresh: bool = False) -> Tensor:
         """The option's product and all that its epilogue adds, its operands cast before: the call to time.
@@ -191,6 +202,10 @@ class SiteParts:
         if self._dy_sum is None:
             self._dy_sum = self.tensors.dy.sum(0, dtype=torch.float32)
         return self._dy_sum
+
+
+def is_8bit(forms: Sequence[Form]) -> bool:
+    return all(form.spec.format.is_8bit for form in forms)
 
 
 def is_compiled(form: Form, problem: CastProblem) -> bool:

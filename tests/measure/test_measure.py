@@ -1,6 +1,7 @@
 """Timing side by side, and measuring a site: known errors, parts that add up, failures that are told."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from loka.core.gemm import Role, SiteShape, TensorName
 from loka.core.recipe import Format, Scaling
 from loka.kernels.contract import KERNELS
+from loka.kernels.operand import Form, Operand
 from loka.kernels.providers.reference import Reference
 from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
+from loka.measure.parts import Option, SiteParts
 from loka.measure.timing import copies_past_cache, time_together
 
 CPU = torch.device("cpu")
@@ -99,3 +102,25 @@ class TestMeasureSite:
     def test_baseline_is_the_models_own_precision(self) -> None:
         assert baseline_kernel(torch.bfloat16) == "torch.bf16"
         assert baseline_kernel(torch.float32) == "torch.fp32"
+
+
+def test_a_weight_s_cast_is_timed_as_it_is_made_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a caster rewrites copies in place, the call that is timed does so; x is cast anew every time."""
+    rewritten: list[int] = []
+
+    class Rewriter:
+        def remember(self, tensor: torch.Tensor, forms: Sequence[Form]) -> torch.Tensor:
+            return torch.zeros(len(forms))
+
+        def rewrite(self, tensor: torch.Tensor, operands: Mapping[Form, Operand], memory: torch.Tensor) -> None:
+            rewritten.append(len(operands) * len(memory))
+
+    monkeypatch.setattr("loka.measure.parts.rewriter_of", lambda name, tensor, forms: Rewriter())
+    parts = SiteParts(SiteTensors.random(SiteShape(32, 48, 64), torch.float32, torch.device("cpu"), copies=2))
+    forms = [Option("reference.rowwise", role).form_of(TensorName.W) for role in (Role.FPROP, Role.DGRAD)]
+    made = [parts.cast(TensorName.W, forms, turn) for turn in (0, 1, 2)]
+    assert rewritten == [4, 4, 4]
+    assert made[0][0].codes is made[2][0].codes
+    assert made[0][0].codes is not made[1][0].codes
+    parts.cast(TensorName.X, [Option("reference.rowwise", Role.FPROP).form_of(TensorName.X)], 0)
+    assert len(rewritten) == 3

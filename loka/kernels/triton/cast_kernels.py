@@ -9,6 +9,9 @@ import triton.language as tl
 
 from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3, to_e4m3_words, wait_for_kernels_before
 
+FLAGS_AT_ONCE = tl.constexpr(32)
+INFINITY = tl.constexpr(0x7F800000)  # its bits
+
 
 @triton.jit
 def _load_tile(x_ptr, row, col, rows, cols, row_stride):
@@ -96,22 +99,34 @@ def _store_scales(scale_A, index_A, tile_A, tile_B, scale_ptr, size_A, size_B, S
 
 
 @triton.jit
+def _largest(flags_ptr, flags):
+    largest = tl.zeros((FLAGS_AT_ONCE,), tl.int32)
+    for first in range(0, flags, FLAGS_AT_ONCE):
+        index = first + tl.arange(0, FLAGS_AT_ONCE)
+        largest = tl.maximum(largest, tl.load(flags_ptr + index, mask=index < flags, other=0))
+    return tl.max(largest, axis=0)
+
+
+@triton.jit
 def cast_kernel(
     x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
-    seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
+    seen_rows_ptr, seen_cols_ptr, seen_all_ptr, outgrown_ptr, flags,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALIGNED: tl.constexpr, SEEN: tl.constexpr,
+    ALIGNED: tl.constexpr, SEEN: tl.constexpr, IF_OUTGROWN: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once, written as codes of the scalings PLAIN and TRANS ("none": not written).
 
     SAME: both have the same scales, so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes,
     which the compiler does not find out through a division. SEEN: the amaxes that the scalings are made from are raised (from
-    0) to the tile's own. The tile is read as four tiles of every fourth row: four codes of one column then meet in one
-    thread, and are one word of the transpose.
+    0) to the tile's own. IF_OUTGROWN: there is nothing to do where none of ``flags`` is raised. The tile is read as four tiles
+    of every fourth row: four codes of one column then meet in one thread, and are one word of the transpose.
     """
     wait_for_kernels_before()
+    if IF_OUTGROWN:  # noqa: SIM102  (decided by the compiler)
+        if _largest(outgrown_ptr, flags) == 0:
+            return
     tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
     quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)
     col = tile_C * COLS + tl.arange(0, COLS)
@@ -169,10 +184,13 @@ def rowwise_kernel(
 
 
 @triton.jit
-def remember_kernel(seen_ptr, last_ptr, size, LENGTH: tl.constexpr):
-    """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again."""
+def remember_kernel(seen_ptr, last_ptr, outgrown_ptr, size, LENGTH: tl.constexpr):
+    """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again. Each program says whether an
+    amax of its own has outgrown the last one, or that was no number."""
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
-    seen = tl.load(seen_ptr + index, mask=index < size, other=0)
-    tl.store(last_ptr + index, (2 * seen.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True), mask=index < size)
-    tl.store(seen_ptr + index, tl.zeros_like(seen), mask=index < size)
+    inside = index < size
+    seen, last = tl.load(seen_ptr + index, mask=inside, other=0), tl.load(last_ptr + index, mask=inside, other=0)
+    tl.store(outgrown_ptr + tl.program_id(0), tl.max(((seen > last) | (last >= INFINITY)).to(tl.int32), axis=0))
+    tl.store(last_ptr + index, (2 * seen.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True), mask=inside)
+    tl.store(seen_ptr + index, tl.zeros_like(seen), mask=inside)

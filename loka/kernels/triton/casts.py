@@ -140,9 +140,10 @@ def write_codes(
 
 
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
-    """Memory for ``rewrite_codes``: twice the amaxes of ``x`` that the targets' scales are made from, and zeros."""
-    last = torch.cat(_amaxes(x, plain, trans)).view(torch.float32) * 2
-    return torch.stack([last.view(torch.int32), torch.zeros_like(last, dtype=torch.int32)])
+    """Memory for ``rewrite_codes``: twice the amaxes of ``x`` that the targets' scales are made from, zeros to see others, and
+    room for what outgrew them."""
+    last = (torch.cat(_amaxes(x, plain, trans)).view(torch.float32) * 2).view(torch.int32)
+    return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
 
 
 def rewrite_codes(
@@ -150,17 +151,20 @@ def rewrite_codes(
 ) -> None:
     """``write_codes`` in one read, for a matrix that changes little from one call to the next, as a weight in training.
 
-    Scales are those of the call before, from amaxes twice as large as they were then: no value that has at most doubled
-    saturates, and codes of a floating format lose nothing by it but the last binade below.
+    Scales are from amaxes twice as large as they were at the call before: codes of a floating format lose nothing by it but
+    the last binade below. Where an amax has more than doubled all is written once more, by what it is now.
     """
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
-    last, seen = memory
-    _launch_cast(x, plain, trans, codes, *(_split_amaxes(amax, x, plain, trans) for amax in (last, seen)))
-    kernels.remember_kernel[(-(-last.numel() // REMEMBERED_AT_ONCE),)](
-        seen, last, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4, launch_pdl=x.is_cuda
+    last, seen, outgrown = memory
+    programs = -(-last.numel() // REMEMBERED_AT_ONCE)
+    amaxes = _split_amaxes(last, x, plain, trans)
+    _launch_cast(x, plain, trans, codes, amaxes, seen=_split_amaxes(seen, x, plain, trans))
+    kernels.remember_kernel[(programs,)](
+        seen, last, outgrown, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4, launch_pdl=x.is_cuda
     )
+    _launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
 
 
 def _launch_cast(
@@ -170,7 +174,9 @@ def _launch_cast(
     codes: tuple[Tensor, Tensor, Tensor, Tensor],
     amaxes: Amaxes,
     seen: Amaxes | None = None,
+    outgrown: Tensor | None = None,
 ) -> None:
+    """With scales from ``amaxes``; ``seen`` are raised to the matrix's own. Nothing is done where no ``outgrown`` is set."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
@@ -180,10 +186,11 @@ def _launch_cast(
     tiles = tiles_across * -(-max(plain.outer, trans.contraction) // tile.rows)
     kernels.cast_kernel[(tiles,)](
         x, plain_codes, plain_scale, trans_codes.flatten().view(torch.int32), trans_scale, row_amax, col_amax, all_amax,
-        seen_rows, seen_cols, seen_all, rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
+        seen_rows, seen_cols, seen_all, all_amax if outgrown is None else outgrown, 0 if outgrown is None else outgrown.numel(),
+        rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
-        ALIGNED=trans.contraction % 16 == 0, SEEN=seen is not None,
+        ALIGNED=trans.contraction % 16 == 0, SEEN=seen is not None, IF_OUTGROWN=outgrown is not None,
         num_warps=8 if tile.rows == 128 else 4, launch_pdl=x.is_cuda,
     )  # fmt: skip
 

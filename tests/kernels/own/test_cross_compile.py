@@ -41,12 +41,13 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, INT)
 
 
-def cast_case(plain: str, trans: str, *, seen: bool = False) -> dict[str, Any]:
+def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool = False) -> dict[str, Any]:
     tile = cast_tile((plain, trans))
     arguments = {
         "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
         "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32,
-        "seen_rows_ptr": INT32, "seen_cols_ptr": INT32, "seen_all_ptr": INT32, "plain_static": "fp32", "trans_static": "fp32",
+        "seen_rows_ptr": INT32, "seen_cols_ptr": INT32, "seen_all_ptr": INT32, "outgrown_ptr": INT32,
+        "plain_static": "fp32", "trans_static": "fp32", **integers("flags"),
         **integers("rows", "cols", "row_stride", "plain_rows", "plain_cols", "trans_rows", "trans_cols", "tiles_across"),
     }  # fmt: skip
     constants = {
@@ -57,6 +58,7 @@ def cast_case(plain: str, trans: str, *, seen: bool = False) -> dict[str, Any]:
         "SAME": plain == trans != "rowwise",
         "ALIGNED": True,
         "SEEN": seen,
+        "IF_OUTGROWN": if_outgrown,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
             "warps": 8 if tile.rows == 128 else 4, "stages": 3}  # fmt: skip
@@ -140,6 +142,7 @@ def is_widest(tiles: Tiles) -> bool:
 CASES = {
     "cast rowwise both": cast_case("rowwise", "rowwise"),
     "cast rowwise both, amaxes remembered": cast_case("rowwise", "rowwise", seen=True),
+    "cast rowwise both, once more if outgrown": cast_case("rowwise", "rowwise", if_outgrown=True),
     "cast tensorwise both, amaxes remembered": cast_case("tensorwise", "tensorwise", seen=True),
     "cast rowwise and 1x128": cast_case("rowwise", "1x128"),
     "cast tiles both": cast_case("128x128", "128x128"),
