@@ -23,6 +23,9 @@ def model(
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     timed_steps: Annotated[int, Parameter(help="Steps of each arm that are timed.")] = 20,
     budget_s: Annotated[float, Parameter(help="Start no arm after this many seconds.")] = float("inf"),
+    kernels: Annotated[
+        list[str] | None, Parameter(help="To plan from, beside blocks; all if not given.", consume_multiple=True)
+    ] = None,
     surveys: Annotated[Path | None, Parameter(help="Folder to keep surveys in; those that are there are planned from.")] = None,
     retry_failed: Annotated[bool, Parameter(help="Try again what could not run in an earlier call.")] = False,
     out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
@@ -49,7 +52,7 @@ def model(
     if unknown := [name for name in wanted if name not in ARMS]:
         raise UnknownName(f"no arm is called {unknown[0]!r}. Known: {', '.join(ARMS)}")
     gathered = GatheredResults(out, "model", current_environment(device_of(where)), current_command(), results)
-    bench = ModelBench(where, timed_steps=timed_steps, surveys=surveys)
+    bench = ModelBench(where, timed_steps=timed_steps, surveys=surveys, kernels=kernels)
     begin = time.monotonic()
     cells = [
         Cell(name, preset, batch_size, Goal(goal))

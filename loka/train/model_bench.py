@@ -64,10 +64,18 @@ class ModelBench:
     """Times arms on one device. What was surveyed for training serves the same model's serving cell too, and with a folder
     for ``surveys`` later calls."""
 
-    def __init__(self, device: torch.device, *, timed_steps: int = TIMED_STEPS, surveys: Path | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        timed_steps: int = TIMED_STEPS,
+        surveys: Path | None = None,
+        kernels: Sequence[str] | None = None,
+    ) -> None:
+        """``kernels`` are those that plans choose from beside blocks, all if not given."""
         self.device = device
         self.timed_steps = timed_steps
-        self.surveys = surveys
+        self.surveys, self.kernels = surveys, kernels
         self.data = open_dataset("synthetic", device=device, test_examples=1)
         self._surveys: dict[str, Survey] = {}
 
@@ -163,7 +171,8 @@ class ModelBench:
             if folder is not None and (folder / "survey.json").exists():
                 self._surveys[name] = Survey.load(folder)
             else:
-                self._surveys[name] = survey_model(trainer, islice(cycle(batches), PROBED_STEPS), every=2, out=folder)
+                steps = islice(cycle(batches), PROBED_STEPS)
+                self._surveys[name] = survey_model(trainer, steps, every=2, kernels=self.kernels, out=folder)
         return self._surveys[name]
 
 
