@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -71,9 +71,8 @@ class Guard:
         self.every, self.rows = every, rows
         self.steps_seen = 0
         self.events: list[GuardEvent] = []
-        self._generator = torch.Generator(next(self._model.parameters()).device).manual_seed(
-            0
-        )  # the user's own stays untouched
+        device = next(self._model.parameters()).device
+        self._generator = torch.Generator(device).manual_seed(0)  # the user's own stays untouched
         self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
 
     @contextmanager
@@ -105,6 +104,15 @@ class Guard:
                 worst[site] = (excess, role, error)
         for site, (_, role, error) in worst.items():
             self._give_back(site, role, error)
+
+    def resume(self, steps: int, events: Iterable[GuardEvent]) -> None:
+        """Go on as a Guard that has seen ``steps`` and given back what ``events`` say, at once and without another word."""
+        self.steps_seen = steps
+        for event in events:
+            self._sites.pop(event.site, None)
+            give_back(self._model, event.site, f"given back by the Guard at step {event.step}, before the run was resumed")
+            self._follow_swaps()
+            self.events.append(event)
 
     def _give_back(self, site: str, role: Role, error: float) -> None:
         recorded = self._sites.pop(site).recorded.get(role, math.nan)

@@ -1,14 +1,19 @@
-"""What LoKA does to a built-in model before it trains: Mods, and a plan."""
+"""What LoKA does to a built-in model before it trains: Mods, a plan, and a Guard that watches it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from loka.core.plan import Plan
+from loka.core.record import FILE as RECORD_FILE
+from loka.core.record import Record
 from loka.data.batch import Batch
 from loka.dispatch.apply import apply_plan
 from loka.dispatch.differences import is_plan_of
+from loka.dispatch.guard import Guard
+from loka.dispatch.swap import applied_to
 from loka.models.recommender import Recommender
 from loka.mods.apply import apply_mods
 from loka.train.config import TrainConfig
@@ -30,3 +35,14 @@ def adapt(model: Recommender, config: TrainConfig, batches: Iterator[Batch]) -> 
         plan = Plan.load(config.plan)
         probed: nn.Module = model.dense_part if is_plan_of(model.dense_part, plan) else model
         apply_plan(probed, plan, example=of_dense_part if probed is model.dense_part else (batch,))
+
+
+def guard_of(model: Recommender, config: TrainConfig) -> Guard | None:
+    """The Guard of a planned run; none where the Record that its plan was made from does not lie beside it."""
+    if not config.plan or not config.guard_every:
+        return None
+    folder = Path(config.plan).parent if Path(config.plan).is_file() else Path(config.plan)
+    if not (folder / RECORD_FILE).exists():
+        return None
+    probed = model.dense_part if applied_to(model.dense_part) else model
+    return Guard(probed, Record.load(folder), every=config.guard_every)

@@ -15,7 +15,8 @@ Option = str | int | float | tuple[int, ...]  # a command line gives text, which
 _FREE_ON_RESUME = ("checkpoint_every", "out", "data_path")
 
 
-_LEAST = {"steps": 1, "batch_size": 1, "log_every": 1, "checkpoint_every": 1, "warmup_steps": 0, "decay_steps": 0}
+_LEAST = {"steps": 1, "batch_size": 1, "log_every": 1, "checkpoint_every": 1}
+_LEAST |= {"warmup_steps": 0, "decay_steps": 0, "guard_every": 0}
 
 
 class Precision(StrEnum):
@@ -62,6 +63,8 @@ class TrainConfig:
     """Mods to make on the dense part before training, e.g. --mods no_bias --mods block_norm."""
     plan: str | None = None
     """The plan to train by: a folder with plan.json, or its path."""
+    guard_every: int = 100
+    """Steps between checks of the Guard, which watches a planned run whose record.safetensors lies beside the plan; 0: none."""
     seed: int = 0
     """Decides the first weights and the order of the data."""
     device: str = "auto"
@@ -94,6 +97,8 @@ class TrainConfig:
         for name in ("mods", "plan"):  # checkpoints from before there were any know neither
             if not fields[name]:
                 del fields[name]
+        if not self.plan:
+            del fields["guard_every"]
         if not self.decay_steps:
             del fields["steps"]  # nothing depends on where the run ends, so it may be continued for longer
         return msgspec.json.decode(msgspec.json.encode({k: v for k, v in fields.items() if k not in _FREE_ON_RESUME}))

@@ -4,6 +4,7 @@ Every stage leaves its file in the run's folder and is skipped where that is the
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -264,8 +265,7 @@ class _Demo:
     def _run_steps(self, trainer: Trainer, steps: int, run: RunFolder, probe: Probe | None = None) -> None:
         with self.stage.steps() as progress:
             progress.start(trainer.steps_done, steps)
-            around = {} if probe is None else {"around_step": probe.step}
-            run_steps(trainer, self.data, steps, run, progress, **around)
+            run_steps(trainer, self.data, steps, run, progress, nullcontext if probe is None else probe.step)
 
     def _loss(self, model: Recommender) -> Callable[[nn.Module, Batch], Tensor]:
         """Of the whole model; the module that is checked is its dense part."""

@@ -1,7 +1,7 @@
 """``train``: open the data, build the model, and go through the batches; ``evaluate``: score a model on held-out ones."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -12,9 +12,10 @@ import torch
 from loka.core.errors import InvalidInput
 from loka.data.batch import Batch
 from loka.data.dataset import Dataset, open_dataset
+from loka.dispatch.guard import GuardEvent
 from loka.models.recommender import Recommender
 from loka.models.registry import MODELS, build_model
-from loka.train.adapt import adapt
+from loka.train.adapt import adapt, guard_of
 from loka.train.config import Precision, TrainConfig
 from loka.train.metrics import Metrics, MetricSums
 from loka.train.nonfinite import NonFiniteLoss, find_nonfinite, save_batch
@@ -54,12 +55,17 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
         config = replace(config, steps=steps)
         model = build_model(config.model, config.preset, data.schema, **config.model_options).to(device)
         adapt(model, config, data.train(config.batch_size))
-        trainer = Trainer(model, config)
+        trainer, guard = Trainer(model, config), guard_of(model, config)
         if folder:
             folder.begin(trainer)
+        if guard:
+            guard.resume(trainer.steps_done, folder.given_back() if folder else ())
         with progress:
             progress.start(trainer.steps_done, steps)
-            run_steps(trainer, data, steps, folder, progress)
+            if guard:
+                run_steps(trainer, data, steps, folder, progress, guard.step, guard.events)
+            else:
+                run_steps(trainer, data, steps, folder, progress)
         test = evaluate(model, data.test(config.batch_size), config.precision)
     result = TrainResult(model, trainer.steps_done, trainer.lifetime.metrics(), test, data.bad_rows)
     if folder:
@@ -82,10 +88,14 @@ def run_steps(
     folder: RunFolder | None,
     progress: Progress,
     around_step: Callable[[], AbstractContextManager[None]] = nullcontext,
+    events: Sequence[GuardEvent] = (),
 ) -> None:
-    """Train from where ``trainer`` stands up to ``steps``, each step inside ``around_step()``, with metrics and checkpoints."""
+    """Train from where ``trainer`` stands up to ``steps``, each step inside ``around_step()``, with metrics and checkpoints.
+
+    What joins ``events`` on the way is written with the next line of metrics.
+    """
     config = trainer.config
-    clock = _Clock()
+    clock, n_told = _Clock(), len(events)
     for batch in islice(data.train(config.batch_size, start=trainer.steps_done), max(0, steps - trainer.steps_done)):
         with around_step():
             trainer.step(batch)
@@ -93,7 +103,8 @@ def run_steps(
         is_last = trainer.steps_done == steps
         if is_last or trainer.steps_done % config.log_every == 0:
             _check_finite(trainer, data)
-            row = _close_window(trainer, clock)
+            row = replace(_close_window(trainer, clock), given_back=tuple(events[n_told:]))
+            n_told = len(events)
             progress.log(row)
             if folder:
                 folder.append(row)

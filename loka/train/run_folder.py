@@ -8,6 +8,7 @@ import msgspec
 
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import atomic_write
+from loka.dispatch.guard import GuardEvent
 from loka.train.checkpoint import (
     SCHEMA,
     Checkpoint,
@@ -30,6 +31,13 @@ class LogRow:
     window: Metrics  # since the line before
     lifetime: Metrics
     samples_per_s: float
+    given_back: tuple[GuardEvent, ...] = ()  # sites that returned to high precision since the line before
+
+
+class _GuardedRow(msgspec.Struct):
+    """The part of a line that a resumed run needs."""
+
+    given_back: tuple[GuardEvent, ...] = ()
 
 
 class RunFolder:
@@ -64,6 +72,11 @@ class RunFolder:
             )
         trainer.load(checkpoint.header.step, checkpoint.tensors)
         return length
+
+    def given_back(self) -> list[GuardEvent]:
+        """All that the Guard has returned to high precision up to here."""
+        lines = self.metrics_file.read_bytes().splitlines()
+        return [event for line in lines for event in msgspec.json.decode(line, type=_GuardedRow).given_back]
 
     def append(self, row: LogRow) -> None:
         with self.metrics_file.open("ab") as file:

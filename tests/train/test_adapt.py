@@ -1,11 +1,13 @@
 """Mods and plans in a training run: applied before the optimizers, resumable to the same bits."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import loka
 from loka.core.environment import current_environment
 from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.estimate import Estimate
@@ -13,8 +15,11 @@ from loka.core.fingerprint import fingerprint
 from loka.core.gemm import Role
 from loka.core.plan import Choice, Goal, Plan, PlanDocument, SitePlan
 from loka.core.recipe import Format
+from loka.data.batch import Batch
+from loka.data.dataset import open_dataset
 from loka.dispatch.planned import PlannedLinear
 from loka.kernels.device import device_of
+from loka.models.recommender import Recommender
 from loka.nn.block_norm import BlockNorm
 from loka.train.config import TrainConfig
 from loka.train.loop import train
@@ -25,7 +30,7 @@ def config(planted: str, **changes: object) -> TrainConfig:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def write_plan(folder: Path, model: torch.nn.Module, kernel: str = "reference.rowwise") -> str:
+def write_plan(folder: Path, model: torch.nn.Module, kernel: str = "reference.rowwise", max_error: float = 0.2) -> str:
     """Every site but those of one output on ``kernel``."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     sites = []
@@ -35,7 +40,7 @@ def write_plan(folder: Path, model: torch.nn.Module, kernel: str = "reference.ro
         sites.append(SitePlan(name, module.in_features, module.out_features, dict.fromkeys(Role, choice), 2.0, 1.0, "by hand"))
     print_ = fingerprint((name, m.in_features, m.out_features, m.bias is not None) for name, m in linears.items())
     environment = current_environment(device_of(torch.device("cpu")))
-    limits = dict.fromkeys(Role, 0.2)
+    limits = dict.fromkeys(Role, max_error)
     document = PlanDocument(print_, environment, Format.FP32, Goal.TRAINING, limits, 1.05, tuple(sites))
     return str(Plan(document).save(folder))
 
@@ -66,6 +71,49 @@ def test_a_plan_of_the_model_or_of_its_dense_part_trains_and_resumes_to_the_same
     assert plain.model.state_dict().keys() == straight.model.state_dict().keys()
     assert plain.test.log_loss != straight.test.log_loss
     assert plain.test.log_loss == pytest.approx(straight.test.log_loss, rel=0.02)
+
+
+def write_record(folder: Path, model: Recommender, batch: Batch) -> None:
+    with torch.no_grad():
+        arguments = (batch.dense_BD, *model.embeddings(batch))
+    probe = loka.Probe(model.dense_part, every=1)
+    with probe.step():
+        model.dense_part(*arguments).sum().backward()
+    probe.record().save(folder)
+    probe.detach()
+
+
+class TestGuarded:
+    @pytest.fixture
+    def run(self, planted, tmp_path):
+        """Planned with a limit that FP8 cannot keep: the first check gives every site back."""
+        model = train(config(planted, steps=1)).model
+        plan = write_plan(tmp_path, model.dense_part, max_error=0.01)
+        write_record(tmp_path, model, next(open_dataset(planted, path=None, seed=0, device=torch.device("cpu")).train(64)))
+        return config(planted, plan=plan, out=str(tmp_path / "run"), guard_every=2, log_every=2, checkpoint_every=4)
+
+    def test_sites_that_drifted_are_given_back_once_and_told_in_the_metrics(self, run):
+        result = train(run)
+        assert planned_modules(result.model) == 0
+        rows = [json.loads(line) for line in (Path(run.out) / "metrics.jsonl").read_text().splitlines()]
+        assert [bool(row["given_back"]) for row in rows] == [True, False, False, False]
+        first = rows[0]["given_back"][0]
+        assert first["step"] == 0
+        assert first["error"] > first["bound"] == pytest.approx(0.015)
+        assert len({event["site"] for event in rows[0]["given_back"]}) == len(rows[0]["given_back"]) >= 3
+
+    def test_what_was_given_back_stays_so_when_a_run_is_resumed(self, run):
+        straight = train(replace(run, out=f"{run.out}-straight"))
+        train(replace(run, steps=4))
+        resumed = train(run, resume=True)
+        assert planned_modules(resumed.model) == 0
+        for name, value in straight.model.state_dict().items():
+            assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+    def test_without_a_record_or_by_request_nothing_watches(self, run):
+        assert planned_modules(train(replace(run, guard_every=0, out=None)).model) >= 3
+        (Path(run.plan).parent / "record.safetensors").unlink()
+        assert planned_modules(train(replace(run, out=None)).model) >= 3
 
 
 def test_a_run_goes_on_only_with_the_plan_it_began_with(planted, tmp_path):
