@@ -4,9 +4,10 @@
     python benchmarks/fidelity.py --models dlrm --steps 20 --batches 32            # planted rows and the synthetic stream alone
 
 A model stands still, at its initialization or after some steps of training. Of the batches that follow, none of which it was
-trained on, every second is the Probe's; the others are held out. What is predicted from the Record is the mean error over
-batches of as many rows, drawn from it; what is true is the mean over the held-out batches. These come in two halves, whose
-difference shows how well the truth itself is known. Cases already in the results file are not repeated.
+trained on, every second is the Probe's; the others are held out. What is predicted from the Record is the error over batches
+of as many rows, drawn from it; what is true is the error over the held-out batches: the mean of mere_floored, and
+rms(error)/rms(reference) of all together. They come in two halves, whose difference shows how well the truth itself is
+known. Cases already in the results file are not repeated.
 """
 
 import argparse

@@ -6,6 +6,7 @@ the very rows the Probe saw, which it does not keep. The last is as good as pred
 Axes:  B batches,  M rows of a batch,  K in_features,  N out_features.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +22,7 @@ from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
-from loka.numerics.metrics import FLOOR_AXIS, mere_floored, relative_rms
+from loka.numerics.metrics import FLOOR_AXIS, mere_floored
 from loka.probe.probe import Probe
 from loka.probe.watch import watch
 
@@ -140,21 +141,27 @@ def _draw(predictor: str, rows: SiteRows, site: SiteRecord, m: int, generator: t
 
 
 def _errors(draw: Draw, weight_NK: Tensor, n_batches: int) -> Errors:
-    """The mean over batches, as ``loka measure`` has it over samples."""
-    sums: dict[Option, list[float]] = {}
-    counts: dict[Option, int] = {}
+    """Over all batches: the mean of ``mere_floored``, and rms(error)/rms(reference).
+
+    A batch's own relative_rms is as large as its dw happens to be small, and its mean takes hundreds of batches to settle.
+    """
+    sums: dict[Option, tuple[float, float, float]] = {}
     for index in range(n_batches):
         x_MK, dy_MN = draw()
         parts = SiteParts(SiteTensors(x_MK, dy_MN, [weight_NK]))
         for option in fp8_options(*dy_MN.shape, weight_NK.shape[1]):
             if index >= FEW and option.role is not Role.WGRAD:
                 continue
-            out, reference = parts.multiply(option), parts.reference(option.role)
-            errors = mere_floored(out, reference, axis=FLOOR_AXIS[option.role]), relative_rms(out, reference)
-            sums[option] = [total + float(error) for total, error in zip(sums.get(option, (0.0, 0.0)), errors, strict=True)]
-            counts[option] = counts.get(option, 0) + 1
-    means = {option: [total / counts[option] for total in totals] for option, totals in sums.items()}
-    return {f"{option.role} {option.recipe}": (mean[0], mean[1]) for option, mean in means.items()}
+            out, reference = parts.multiply(option).double(), parts.reference(option.role)
+            floored = mere_floored(out, reference, axis=FLOOR_AXIS[option.role])
+            new = floored, (out - reference).square().sum(), reference.square().sum()
+            old = sums.get(option, (0.0, 0.0, 0.0))
+            sums[option] = (old[0] + float(new[0]), old[1] + float(new[1]), old[2] + float(new[2]))
+    errors: Errors = {}
+    for option, (floored, error, size) in sums.items():
+        batches = n_batches if option.role is Role.WGRAD else min(FEW, n_batches)
+        errors[f"{option.role} {option.recipe}"] = floored / batches, math.sqrt(error / size) if size > 0 else 0.0
+    return errors
 
 
 @cache
