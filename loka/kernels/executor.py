@@ -41,16 +41,18 @@ class SiteExecutor:
     def __init__(self, kernels: SiteKernels, transform: Transform = Transform.NONE) -> None:
         self.transform = transform
         self.kernels: Mapping[Role, Kernel] = {role: KERNELS.get(kernels.of(role)) for role in Role}
+        # Worked out once: an eager call would spend more time on it than on a small product.
+        self._transforms = {role: self._transform_of(role) for role in Role}
+        self._operand_forms = {role: self._forms_of(role) for role in Role}
+        self._forms_for: dict[tuple[TensorName, tuple[Role, ...]], tuple[Form, ...]] = {}
         self.forms: Mapping[TensorName, tuple[Form, ...]] = {name: self.forms_for(name, tuple(Role)) for name in TensorName}
 
     def forms_for(self, name: TensorName, roles: tuple[Role, ...]) -> tuple[Form, ...]:
         """The distinct forms of a tensor that ``roles`` read, each once: this is where casts are shared."""
-        forms: dict[Form, None] = {}
-        for role in roles:
-            for source, form in zip(SOURCES[role], self.operand_forms(role), strict=True):
-                if source.tensor is name:
-                    forms[form] = None
-        return tuple(forms)
+        if (name, roles) not in self._forms_for:
+            read = [pair for role in roles for pair in zip(SOURCES[role], self.operand_forms(role), strict=True)]
+            self._forms_for[name, roles] = tuple(dict.fromkeys(form for source, form in read if source.tensor is name))
+        return self._forms_for[name, roles]
 
     def cast(
         self, name: TensorName, tensor: Tensor, roles: tuple[Role, ...], vectors: TransformVectors | None = None
@@ -91,10 +93,16 @@ class SiteExecutor:
 
     def transform_of(self, role: Role) -> Transform:
         """The site's transform where ``role`` runs in 8 bits; high precision needs none, and reads its tensors as they are."""
+        return self._transforms[role]
+
+    def operand_forms(self, role: Role) -> tuple[Form, Form]:
+        return self._operand_forms[role]
+
+    def _transform_of(self, role: Role) -> Transform:
         recipe = self.kernels[role].recipe(role)
         return self.transform if recipe.a_format.is_8bit or recipe.b_format.is_8bit else Transform.NONE
 
-    def operand_forms(self, role: Role) -> tuple[Form, Form]:
+    def _forms_of(self, role: Role) -> tuple[Form, Form]:
         transform = self.transform_of(role)
         a, b = (
             Form(spec, source.transposed, transform if changes(transform, source.tensor) else Transform.NONE)
