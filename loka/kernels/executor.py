@@ -44,15 +44,12 @@ class SiteExecutor:
         # Worked out once: an eager call would spend more time on it than on a small product.
         self._transforms = {role: self._transform_of(role) for role in Role}
         self._operand_forms = {role: self._forms_of(role) for role in Role}
-        self._forms_for: dict[tuple[TensorName, tuple[Role, ...]], tuple[Form, ...]] = {}
         self.forms: Mapping[TensorName, tuple[Form, ...]] = {name: self.forms_for(name, tuple(Role)) for name in TensorName}
 
     def forms_for(self, name: TensorName, roles: tuple[Role, ...]) -> tuple[Form, ...]:
         """The distinct forms of a tensor that ``roles`` read, each once: this is where casts are shared."""
-        if (name, roles) not in self._forms_for:
-            read = [pair for role in roles for pair in zip(SOURCES[role], self.operand_forms(role), strict=True)]
-            self._forms_for[name, roles] = tuple(dict.fromkeys(form for source, form in read if source.tensor is name))
-        return self._forms_for[name, roles]
+        read = [pair for role in roles for pair in zip(SOURCES[role], self.operand_forms(role), strict=True)]
+        return tuple(dict.fromkeys(form for source, form in read if source.tensor is name))
 
     def cast(
         self, name: TensorName, tensor: Tensor, roles: tuple[Role, ...], vectors: TransformVectors | None = None
