@@ -38,6 +38,7 @@ FOLDER = Path(__file__).parent / "results"
 MODELS = ("wukong", "dlrm", "dcnv2")
 NEAR, FAR = 0.10, 0.25
 NEGLIGIBLE = 1e-4  # errors below it are alike
+MAX_ERROR = 0.2  # the gate of make_plan, by default
 TITLES = {
     "learned": "**learned by the Probe**",
     "gaussian": "mean and covariance",
@@ -192,6 +193,18 @@ def summary(found: list[Comparison], predictors: tuple[str, ...]) -> str:
     return markdown_table(["predicted from", "metric", *ROLES, "all", "cases"], rows)
 
 
+def by_gate(found: list[Comparison]) -> str:
+    """What a plan would get wrong that takes the prediction for the truth."""
+    rows = []
+    for predictor in (*PREDICTORS, "itself"):
+        own = [c for c in found if c.predictor == predictor and c.metric == METRICS[0]]
+        wrongly_safe = sum(c.predicted < MAX_ERROR <= c.true for c in own)
+        wrongly_unsafe = sum(c.true < MAX_ERROR <= c.predicted for c in own)
+        unsafe = sum(c.true >= MAX_ERROR for c in own)
+        rows.append([TITLES[predictor], f"{wrongly_safe} of {unsafe}", f"{wrongly_unsafe} of {len(own) - unsafe}"])
+    return markdown_table(["predicted from", "unsafe taken for safe", "safe taken for unsafe"], rows)
+
+
 def by_case(cases: dict[str, list[Comparison]]) -> str:
     rows = []
     for key, found in cases.items():
@@ -236,6 +249,8 @@ def make_report(rows: dict[str, dict[str, Any]]) -> str:
             summary(everything, (*PREDICTORS, "itself")),
             f"Of {100 * unsettled:.0f} % of the cases the two halves of the truth differ by more than 10 %. Without those:\n",
             summary(settled, PREDICTORS),
+            f"At the gate of a plan, mere_floored under {MAX_ERROR}:\n",
+            by_gate(everything),
             "As learned by the Probe, case by case, and how well wgrad's truth is known:\n",
             by_case(real),
             "The worst of them:\n",
