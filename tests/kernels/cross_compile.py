@@ -15,6 +15,7 @@ INSTRUCTIONS = {
     "wgmma e4m3": r"wgmma\.mma_async\S*\.e4m3\.e4m3",
     "tma load": r"cp\.async\.bulk\.tensor",
     "load 16 bytes": r"ld\.global\S*\.v4\.b32",
+    "load 1 byte": r"ld\.global\S*\.b8",
     "store 16 bytes": r"st\.global\S*\.v4\.b32",
 }
 
@@ -31,7 +32,9 @@ def compile_for_hopper(
     names = function.arg_names
     assert set(arguments) | set(constants) == set(names), f"{kernel}: {set(names) ^ (set(arguments) | set(constants))}"
     signature = {name: arguments.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in arguments.items() if kind[0] in "*i"}
+    sizes = [name for name, kind in arguments.items() if kind[0] in "*i"]
+    specialized = {parameter.name for parameter in function.params if not parameter.do_not_specialize_on_alignment}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in sizes if name in specialized}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
     usage = _resource_usage(compiled.asm["cubin"])
@@ -39,6 +42,7 @@ def compile_for_hopper(
         "registers": usage["REG"],
         "spilled_bytes": usage["STACK"] + usage["LOCAL"],
         "shared_bytes": compiled.metadata.shared,
+        "moved_tiles": len(re.findall(r"convert_layout[^\n]*: tensor<\d+x\d+x", compiled.asm["ttgir"])),
         "halved_pairs": len(halved_pairs(compiled.asm["ptx"])),
         "instructions": {name: len(re.findall(pattern, compiled.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()},
     }

@@ -235,7 +235,7 @@ def _epilogue_backward(
         dy, u, rstd, dz, amax[:m], amax[m:], bias_sums,
         m, n, dy.stride(0), u.stride(0), columns.count, blocks.code_scale if blocks and u.dtype is CODES_DTYPE else 1.0,
         NORM=blocks is not None, ROWS=BACKWARD_ROWS, STEPS=steps, COLS=cols, WIDTH=columns.width, WIDER=columns.wider,
-        ACTIVATION=activation, BIAS=bias, num_warps=8, launch_pdl=dy.is_cuda,
+        ACTIVATION=activation, BIAS=bias, EIGHTS=u.stride(0) % 8 == 0, num_warps=8, launch_pdl=dy.is_cuda,
     )  # fmt: skip
     return dz, amax, bias_sums
 

@@ -158,7 +158,8 @@ class Columns(NamedTuple):
         return cls(ceil_div(n, tile_cols), tile_cols, 0) if blocks is None else cls(blocks.count, blocks.width, blocks.wider)
 
 
-NORM_ROWS, BACKWARD_ROWS = 32, 64
+NORM_ROWS, BACKWARD_ROWS = 32, 16
+MOST_BACKWARD_STEPS = 32
 
 
 def backward_cols(n: int, blocks: NormBlocks | None) -> int:
@@ -167,5 +168,5 @@ def backward_cols(n: int, blocks: NormBlocks | None) -> int:
 
 
 def backward_steps(m: int, columns: Columns, sms: int) -> int:
-    """How many tiles of rows a program goes down before it raises column amaxes: up to 8, if that leaves work for all."""
-    return max(1, min(8, ceil_div(m, BACKWARD_ROWS) * columns.count // (3 * sms)))
+    """How many tiles of rows a program goes down before it raises column amaxes: as many as leave work for all."""
+    return max(1, min(MOST_BACKWARD_STEPS, ceil_div(m, BACKWARD_ROWS) * columns.count // (3 * sms)))

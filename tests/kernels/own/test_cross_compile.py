@@ -120,7 +120,8 @@ def backward_case(m: int, n: int, *, norm: bool = True, u: str = FP8) -> dict[st
         "bias_sums_ptr": FP32, "unit": "fp32", **integers("m", "n", "dy_stride", "u_stride", "blocks"),
     }  # fmt: skip
     constants = {"NORM": norm, "ROWS": BACKWARD_ROWS, "STEPS": backward_steps(m, columns, 132), "COLS": cols,
-                 "WIDTH": columns.width, "WIDER": columns.wider, "ACTIVATION": "hard_swish", "BIAS": True}  # fmt: skip
+                 "WIDTH": columns.width, "WIDER": columns.wider, "ACTIVATION": "hard_swish", "BIAS": True,
+                 "EIGHTS": True}  # fmt: skip
     return {"module": "block_kernels", "kernel": "epilogue_backward_kernel", "arguments": arguments, "constants": constants,
             "warps": 8, "stages": 3}  # fmt: skip
 
@@ -227,3 +228,10 @@ def test_memory_moves_sixteen_bytes_at_a_time(name: str) -> None:
     instructions = compiled()[name]["instructions"]
     assert instructions["load 16 bytes"] + instructions["tma load"] > 0
     assert instructions["store 16 bytes"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("backward")])
+def test_backward_moves_no_tile_between_threads(name: str) -> None:
+    """Loads of codes and of bf16, and the store, agree on which thread holds what: shared memory serves reductions alone."""
+    assert compiled()[name]["instructions"]["load 1 byte"] == 0
+    assert compiled()[name]["moved_tiles"] == 0
