@@ -42,7 +42,7 @@ def split_rows(dy_RN: "Tensor", reference_N: "Tensor") -> "tuple[Tensor, Tensor]
 
 
 def strength(rows_RN: "Tensor", reference_N: "Tensor") -> "Tensor":
-    """|e| of every row. It is 1 for rows u, and drawn ones are divided by it."""
+    """|e| of every row; 1 for rows u."""
     return _divided(rows_RN.abs() @ reference_N.abs(), (rows_RN != 0).to(rows_RN.dtype) @ reference_N.square())
 
 

@@ -30,6 +30,7 @@ MOST_TRIAL_ROWS, LEAST_TRIAL_ROWS = 8192, 1024
 CANCELS_OTHERWISE = 0.1  # by which E[y²] may be off, next to what independent features would give
 OUTPUTS = 256  # that stand for all
 WRONG_GRADIENT = 0.1  # by which E[dw] may be off, next to the size of dw
+CHANCE = 1.5  # what the square of a difference may be by chance, next to what it is on average
 CORRECTIONS = 3  # of G: zeros stay zero, so that one does not hit
 RIDGE = 1e-4  # of the mean eigenvalue of E[xᵀx]: G follows no direction that x hardly has
 
@@ -128,7 +129,7 @@ def _with_gradient(sampler: Sampler, gradients: State) -> Sampler:
         assert e_M is not None
         missing_NK = wanted_NK - (u_MN * e_M[:, None]).double().t() @ x_MK.double() / len(x_MK)
         by_chance = products / len(x_MK) + products / rows
-        if float(missing_NK.square().sum()) - 1.5 * by_chance <= WRONG_GRADIENT**2 * size:
+        if float(missing_NK.square().sum()) - CHANCE * by_chance <= WRONG_GRADIENT**2 * size:
             break
         more_KN = _solved(x_MK.double(), e_M.double().abs(), missing_NK)
         sampler = replace(sampler, pull_KN=more_KN if sampler.pull_KN is None else sampler.pull_KN + more_KN)
