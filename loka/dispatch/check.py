@@ -18,6 +18,7 @@ from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
+from loka.nn.weight_casts import recast_after_step
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -45,9 +46,7 @@ class CheckedPlan:
     plan: Plan
     baseline_loss: float
     rounds: tuple[Round, ...]
-    alone: dict[
-        str, float
-    ]  # the relative change of loss that each site makes by itself; empty where the whole was good at once
+    alone: dict[str, float]  # the change of loss that each site makes by itself; empty where the whole was good at once
 
     @property
     def given_back(self) -> tuple[str, ...]:
@@ -74,10 +73,10 @@ def check_plan(
 ) -> CheckedPlan:
     """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back, worst first, until the whole passes.
 
-    It passes when the mean loss is at most ``max_loss_change`` above high precision's, relatively, and a step (forward and
-    backward for a training plan, forward for serving) at least ``min_speedup`` times as fast. Quality decides first: the sites
-    that raise the loss most by themselves go. Then time: those that the plan expects to save least. ``loss(model, batch)`` is a
-    scalar, of which forward alone is judged: gradients are held by the plan's limit at each role.
+    It passes when the mean loss is at most ``max_loss_change`` above high precision's, relatively, and a step (forward,
+    backward and the casts of weights for a training plan, forward for serving) at least ``min_speedup`` times as fast. Quality
+    decides first: the sites that raise the loss most by themselves go. Then time: those that the plan expects to save least.
+    ``loss(model, batch)`` is a scalar, of which forward alone is judged: gradients are held by the plan's limit at each role.
     ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
     """
     if applied_to(model) is not None:
@@ -169,6 +168,7 @@ class _Trial:
             if is_training:
                 value.backward()
                 self.model.zero_grad()
+                recast_after_step(self.model)
         return 1e6 * (self._now() - start) / len(self.batches)
 
     def _now(self) -> float:

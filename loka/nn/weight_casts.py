@@ -38,10 +38,19 @@ def keep_current(holder: HoldsWeightCasts) -> None:
 
 def refresh(model: nn.Module) -> None:
     """Cast all weights of ``model`` again: call it after changing them by other means than a ``torch.optim`` optimizer."""
+    for holder in _holders_in(model):
+        holder.refresh_weight_casts()
+
+
+def recast_after_step(model: nn.Module) -> None:
+    """What an optimizer's step is followed by, for whoever times a step without one."""
+    for holder in _holders_in(model):
+        holder.recast_after_step()
+
+
+def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
     within = set(model.modules())
-    for holder in list(_holders):
-        if holder in within:
-            holder.refresh_weight_casts()
+    return [holder for holder in list(_holders) if holder in within]
 
 
 @torch.no_grad()

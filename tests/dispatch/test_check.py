@@ -10,6 +10,7 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.dispatch.check import CheckedPlan
+from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
 
@@ -77,6 +78,14 @@ def test_a_plan_that_is_slower_as_a_whole_gives_back_what_saves_least() -> None:
     assert checked.given_back == ("top.0", "top.2", "bottom")
     assert checked.rounds[0].speedup < 1
     assert "ran" in next(site.reason for site in checked.plan.sites if site.site == "top.0")
+
+
+@pytest.mark.parametrize(("goal", "per_pass"), [(Goal.TRAINING, len(BATCHES)), (Goal.SERVING, 0)])
+def test_a_training_step_pays_for_the_casts_of_weights(goal: Goal, per_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    casts = []
+    monkeypatch.setattr(PlannedLinear, "recast_after_step", lambda self: casts.append(self))
+    check(plan_for(tower(), {"bottom": ROWWISE}, goal=goal), max_loss_change=1.0, repeats=4)
+    assert len(casts) == (1 + 4) * per_pass  # high precision casts none
 
 
 def test_a_compiled_model_may_be_compiled_again_as_often_as_it_takes() -> None:
