@@ -151,12 +151,15 @@ def rewrite_codes(
 ) -> None:
     """``write_codes`` in one read, for a matrix that changes little from one call to the next, as a weight in training.
 
-    Scales are from amaxes twice as large as they were at the call before: codes of a floating format lose nothing by it but
-    the last binade below. Where an amax has more than doubled all is written once more, by what it is now.
+    Where that would take two, scales are from amaxes twice as large as they were at the call before: codes of a floating format
+    lose nothing by it but the last binade below. Where an amax has more than doubled all is written once more, by its own.
     """
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
+    if reads(plain.scaling, trans.scaling, x.shape[1]) == 1:
+        write_codes(x, plain, trans, codes)
+        return
     last, seen, outgrown = memory
     programs = -(-last.numel() // REMEMBERED_AT_ONCE)
     amaxes = _split_amaxes(last, x, plain, trans)
