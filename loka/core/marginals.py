@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LEVELS = {Covariance.FULL: 129, Covariance.BLOCKS: 129, Covariance.LOW_RANK: 33}
 REACH = 3.5  # the outermost levels in standard deviations: one row in 2,100 lies beyond, and is drawn as if it lay there
 HERMITE_TERMS = 12
+GOLDEN = (5**0.5 - 1) / 2  # its multiples, without what is before the point, fill the range from 0 to 1 evenly
 _STEPS, _HALVINGS = 5, 8  # of Newton's method, and of bisection
 _CHUNK = 8192  # features at a time
 _FLATTEST = 0.05  # least slope in it: where features say nothing of each other, a steeper step would only overshoot
@@ -41,14 +42,19 @@ def quantiles_of(rows_RD: "Tensor", levels: int) -> State:
     below_L = position_L.long()
     above_L = (below_L + 1).clamp(max=rows - 1)
     values_LD = sorted_RD[below_L].lerp(sorted_RD[above_L], (position_L - below_L)[:, None])
-    return {"values_LD": values_LD, "count": torch.tensor(float(rows), dtype=torch.float64, device=rows_RD.device)}
+    count = torch.tensor(float(rows), dtype=torch.float64, device=rows_RD.device)
+    return {"values_LD": values_LD, "count": count, "merges": torch.zeros_like(count)}
 
 
 def merge_quantiles(a: State, b: State) -> State:
-    """The quantiles of the rows of both: levels stand for the rows around them."""
+    """The quantiles of the rows of both: each level stands for the rows around it, and takes the value of one of them.
+
+    Of a value that was there, none in between: else zeros would become fewer from merge to merge. Another one every time, in
+    even turns: were it always the middle one, a batch that is little beside all before it would never move a level.
+    """
     import torch
 
-    count = a["count"] + b["count"]
+    count, merges = a["count"] + b["count"], a["merges"] + b["merges"] + 1
     score_L = level_scores(a["values_LD"].shape[0], a["values_LD"])
     edges = torch.special.ndtr((score_L[1:] + score_L[:-1]) / 2)
     mass_L = torch.diff(edges, prepend=edges.new_zeros(1), append=edges.new_ones(1))
@@ -56,10 +62,10 @@ def merge_quantiles(a: State, b: State) -> State:
     points_DP = torch.cat([a["values_LD"], b["values_LD"]]).t().contiguous()
     order_DP = _order(points_DP)
     points_DP, reaches_DP = points_DP.gather(1, order_DP), mass_P[order_DP].cumsum(1)
-    wanted_DL = torch.special.ndtr(score_L).expand(points_DP.shape[0], -1).contiguous()
+    wanted_L = torch.cat([edges.new_zeros(1), edges]) + (GOLDEN * merges).frac().float() * mass_L
+    wanted_DL = wanted_L.expand(points_DP.shape[0], -1).contiguous()
     at_DL = torch.searchsorted(reaches_DP, wanted_DL).clamp(max=points_DP.shape[1] - 1)
-    # A value that was there, none in between: else zeros would become fewer from merge to merge.
-    return {"values_LD": points_DP.gather(1, at_DL).t().contiguous(), "count": count}
+    return {"values_LD": points_DP.gather(1, at_DL).t().contiguous(), "count": count, "merges": merges}
 
 
 def fade_quantiles(state: State, factor: float) -> State:

@@ -18,7 +18,7 @@ from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Scaling
 from loka.core.record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
-from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block
+from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block, room_to_compile
 from loka.measure.error import MOST_SAMPLES, OptionError, draw_tensors, require_device, usual_rows
 from loka.measure.parts import told
 from loka.measure.timing import copies_past_cache, time_together
@@ -78,8 +78,7 @@ class Blocks:
         if shape not in self._times:
             copies = copies_past_cache(block.weight.nbytes, self._device)
             calls = block_calls(shape, block, copies=copies)
-            # A model has more shapes of blocks than torch's limit on compilations of one function.
-            with torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+            with room_to_compile():
                 times = time_together(calls, self._device, turns=max(8, copies))
             self._times[shape] = {name: timing.median_us for name, timing in times.items()}
         return self._times[shape]

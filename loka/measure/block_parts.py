@@ -125,6 +125,11 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
     }
 
 
+def room_to_compile() -> AbstractContextManager[object]:
+    """A model has more shapes of blocks than torch's limit on compilations of one function."""
+    return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
+
+
 def _copy(block: FusedBlock) -> FusedBlock:
     bias = None if block.bias is None else nn.Parameter(block.bias.detach().clone())
     return FusedBlock(nn.Parameter(block.weight.detach().clone()), bias, block.norm, block.activation)

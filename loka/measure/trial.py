@@ -24,6 +24,7 @@ from loka.measure.block_parts import BlockShape
 
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
 LIMIT_S = 60.0  # to compile a kernel and run it once
+BLOCK_LIMIT_S = 300.0  # a block's kernels, forward and backward, and torch's for comparison
 BLOCK_KERNEL = "triton.block"
 MOST_CHILDREN = 12  # each holds a CUDA context and compiles on a core of its own
 # Plain products of torch, which the reference itself is made of.
@@ -79,8 +80,21 @@ def children_for(device_type: str) -> int:
 
 
 def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTrial, str]:
-    """The trials that failed, and why. A kernel registered by a module that cannot be imported is not tried."""
-    tried = _Tried(list(trials))
+    """The trials that failed, and why. A kernel registered by a module that cannot be imported is not tried.
+
+    What failed for want of memory or time while others ran beside it is tried again alone.
+    """
+    failures = _try_all(list(trials), children)
+    crowded = [trial for trial, why in failures.items() if children > 1 and _is_of_crowding(why)]
+    return {trial: why for trial, why in failures.items() if trial not in crowded} | _try_all(crowded, 1)
+
+
+def _is_of_crowding(why: str) -> bool:
+    return "out of memory" in why.lower() or why.startswith("hung")
+
+
+def _try_all(trials: list[AnyTrial], children: int) -> dict[AnyTrial, str]:
+    tried = _Tried(trials)
     with ThreadPoolExecutor(children) as pool:
         try:
             list(pool.map(lambda _: tried.try_all(), range(min(children, len(tried.trials)))))
@@ -159,7 +173,7 @@ class _Child:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise _Gone(self._how_it_ended()) from None
-        return self._answer(LIMIT_S)
+        return self._answer(BLOCK_LIMIT_S if isinstance(trial, BlockTrial) else LIMIT_S)
 
     def close(self) -> None:
         self._process.kill()

@@ -10,7 +10,7 @@ import torch
 
 from loka.core.gemm import Role, TensorName
 from loka.kernels.contract import KERNELS
-from loka.measure.block_parts import BlockShape, block_calls, random_block
+from loka.measure.block_parts import BlockShape, block_calls, random_block, room_to_compile
 from loka.measure.parts import Option, SiteParts, SiteTensors, told
 from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial
 from loka.nn.fused_block import FusedBlock
@@ -57,8 +57,9 @@ def _run_kernel(trial: Trial, device: torch.device) -> None:
 def _run_block(shape: BlockShape, device: torch.device) -> None:
     block = random_block(shape, device)
     assert isinstance(block, FusedBlock), block
-    for call in block_calls(shape, block, copies=1).values():
-        call(0)
+    with room_to_compile():
+        for call in block_calls(shape, block, copies=1).values():
+            call(0)
 
 
 def is_well(device: torch.device) -> bool:

@@ -16,7 +16,15 @@ from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
 from loka.nn.fused_steps import WeightCodes, cast_weight, recast_weight
 from loka.nn.linear import require_input
-from loka.nn.weight_casts import drop_casts, keep_current, refresh_after_load, state_without_casts, store_casts, stored_cast
+from loka.nn.weight_casts import (
+    drop_casts,
+    holds_casts_of,
+    keep_current,
+    refresh_after_load,
+    state_without_casts,
+    store_casts,
+    stored_cast,
+)
 
 
 class FusedBlock(nn.Module):
@@ -67,8 +75,10 @@ class FusedBlock(nn.Module):
 
     def recast_after_step(self) -> None:
         """The same after a step of an optimizer, which moves a weight but a little: in one read."""
-        if self.why_reference is None:
+        if self.why_reference is None and holds_casts_of(self, self.weight):
             recast_weight(self.weight.detach(), self._held_codes())
+        else:
+            self._bind()
 
     def tensors(self) -> BlockTensors:
         """What the fused kernels read."""
@@ -86,7 +96,7 @@ class FusedBlock(nn.Module):
         why_not = self.spec if isinstance(self.spec, str) else why_not_here(self.weight.device, self.weight.dtype)
         self.why_reference = why_not
         if why_not is None:
-            store_casts(self, cast_weight(self.weight.detach())._asdict())
+            self.refresh_weight_casts()
         else:
             drop_casts(self)
 

@@ -13,7 +13,14 @@ from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand
 from loka.kernels.transforms import TransformVectors, center_shift, checked_vector
 from loka.nn.site import run_site
-from loka.nn.weight_casts import keep_current, refresh_after_load, state_without_casts, store_casts, stored_cast
+from loka.nn.weight_casts import (
+    holds_casts_of,
+    keep_current,
+    refresh_after_load,
+    state_without_casts,
+    store_casts,
+    stored_cast,
+)
 
 
 class LokaLinear(nn.Linear):
@@ -69,12 +76,10 @@ class LokaLinear(nn.Linear):
         """Cast the weight again, into the buffers that are there."""
         weight_NK, features_K = self.weight.detach(), self._buffers["_transform_vector"]
         vectors = None if features_K is None else TransformVectors(features_K)
-        casts = {}
+        casts = self._shift()
         for index, operand in enumerate(cast(TensorName.W, weight_NK, self._cached_forms, vectors)):
             assert operand.scale is not None
             casts |= {f"codes_{index}": operand.codes, f"scale_{index}": operand.scale}
-        if features_K is not None and self.transform is Transform.CENTER:
-            casts["shift"] = center_shift(weight_NK, features_K)
         if rewriter := rewriter_of(TensorName.W, weight_NK, self._cached_forms):
             casts["memory"] = rewriter.remember(weight_NK, self._cached_forms)
         store_casts(self, casts)
@@ -83,10 +88,19 @@ class LokaLinear(nn.Linear):
     def recast_after_step(self) -> None:
         """The same after a step of an optimizer, which moves a weight but a little: in one read where a caster can."""
         weight_NK = self.weight.detach()
-        if rewriter := rewriter_of(TensorName.W, weight_NK, self._cached_forms):
-            rewriter.rewrite(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
-        else:
+        rewriter = rewriter_of(TensorName.W, weight_NK, self._cached_forms)
+        if rewriter is None or not holds_casts_of(self, weight_NK):
             self.refresh_weight_casts()
+            return
+        rewriter.rewrite(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
+        store_casts(self, self._shift())
+
+    def _shift(self) -> dict[str, Tensor]:
+        """What a centered site adds behind its product, of the weight as it is."""
+        features_K = self._buffers["_transform_vector"]
+        if features_K is None or self.transform is not Transform.CENTER:
+            return {}
+        return {"shift": center_shift(self.weight.detach(), features_K)}
 
     def extra_repr(self) -> str:
         kernels = self.kernels

@@ -64,6 +64,12 @@ def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
             held.copy_(cast)
 
 
+def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
+    """Whether casts are held where ``weight`` lies: somebody may have moved its data."""
+    held = [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
+    return bool(held) and all(buffer.device == weight.device for buffer in held)
+
+
 def stored_cast(module: nn.Module, name: str) -> Tensor:
     return module.get_buffer(PREFIX + name)
 

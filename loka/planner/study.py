@@ -1,5 +1,6 @@
 """One site studied by itself: its fastest triple, the blocks it could be, and why everything else is refused."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loka.core.plan import Goal, Refusal
@@ -38,10 +39,8 @@ class Study:
         compiled as a whole, and parts of it that are timed apart add up to more."""
         if self.stays or self.option is None:
             return 0.0
-        for block in self.blocks:
-            if block.epilogue_us is not None:
-                return block.baseline_us - (self.option.time_us + block.epilogue_us)
-        return self.baseline_us - self.option.time_us
+        saved_us = _beside_a_block(self.blocks, self.option)
+        return self.baseline_us - self.option.time_us if saved_us is None else saved_us
 
 
 def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
@@ -58,7 +57,7 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
     if option is None:
         stays = "no kernel is able and accurate enough"
         return Study(site, costs, stays, None, tuple(blocks), (*refused, *refused_blocks))
-    stays = _why_stay(costs, option, limits)
+    stays = _why_stay(costs, option, limits) or _why_no_faster(blocks, option)
     against = f"{costs.baseline_us:.4g} in high precision" if stays else f"{option.time_us:.4g} as chosen"
     for candidate in (c for candidates in leaders.values() for c in candidates):
         if stays or option.kernels[candidate.role] is not candidate:
@@ -74,6 +73,19 @@ def _why_stay(costs: SiteCosts, option: SiteOption, limits: Limits) -> str | Non
     names = ", ".join(f"{role} {candidate.kernel}" for role, candidate in option.kernels.items())
     speedup = costs.baseline_us / option.time_us
     return f"the fastest that is accurate enough ({names}) is {speedup:.3g}× high precision, under {limits.min_speedup:g}×"
+
+
+def _beside_a_block(blocks: Sequence[BlockOption], option: SiteOption) -> float | None:
+    """What the triple saves of a block's baseline; None where what follows the site was not timed."""
+    saved = (b.baseline_us - option.time_us - b.epilogue_us for b in blocks if b.epilogue_us is not None)
+    return next(saved, None)
+
+
+def _why_no_faster(blocks: Sequence[BlockOption], option: SiteOption) -> str | None:
+    saved_us = _beside_a_block(blocks, option)
+    if saved_us is None or saved_us > 0:
+        return None
+    return f"with norm and activation behind it the fastest that is accurate enough takes {-saved_us:.4g} µs more than compiled"
 
 
 def _refused_for(site: SiteSurvey, why: str, goal: Goal) -> tuple[Refusal, ...]:

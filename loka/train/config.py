@@ -11,8 +11,8 @@ from loka.core.plan import digest_of_plan
 
 Option = str | int | float | tuple[int, ...]  # a command line gives text, which the model or data set reads as it needs
 
-# A run may save more or less often and move to another folder: none of it changes a number.
-_FREE_ON_RESUME = ("checkpoint_every", "out", "data_path")
+# A run may save or be checked more or less often and move to another folder: none of it decides a number.
+_FREE_ON_RESUME = ("checkpoint_every", "guard_every", "out", "data_path")
 
 
 _LEAST = {"steps": 1, "batch_size": 1, "log_every": 1, "checkpoint_every": 1}
@@ -97,8 +97,6 @@ class TrainConfig:
         for name in ("mods", "plan"):  # checkpoints from before there were any know neither
             if not fields[name]:
                 del fields[name]
-        if not self.plan:
-            del fields["guard_every"]
         if not self.decay_steps:
             del fields["steps"]  # nothing depends on where the run ends, so it may be continued for longer
         return msgspec.json.decode(msgspec.json.encode({k: v for k, v in fields.items() if k not in _FREE_ON_RESUME}))

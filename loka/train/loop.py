@@ -101,14 +101,16 @@ def run_steps(
             trainer.step(batch)
         progress.step()
         is_last = trainer.steps_done == steps
-        if is_last or trainer.steps_done % config.log_every == 0:
+        is_saved = folder is not None and (is_last or trainer.steps_done % config.checkpoint_every == 0)
+        # A run that is resumed reads from the metrics what was given back before its checkpoint.
+        if is_last or trainer.steps_done % config.log_every == 0 or (is_saved and len(events) > n_told):
             _check_finite(trainer, data)
             row = replace(_close_window(trainer, clock), given_back=tuple(events[n_told:]))
             n_told = len(events)
             progress.log(row)
             if folder:
                 folder.append(row)
-        if folder and (is_last or trainer.steps_done % config.checkpoint_every == 0):
+        if folder and is_saved:
             with clock.paused():
                 _check_finite(trainer, data)
                 folder.save(trainer)

@@ -165,7 +165,7 @@ class ModelBench:
         return trainer
 
     def _survey(self, cell: Cell, arm: ModelArm, trainer: Trainer, batches: Sequence[Batch]) -> Survey:
-        name = "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods))
+        name = "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods, *(self.kernels or ())))
         if name not in self._surveys:
             folder = None if self.surveys is None else self.surveys / name
             if folder is not None and (folder / "survey.json").exists():

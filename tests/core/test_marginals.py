@@ -65,3 +65,18 @@ def test_values_drawn_have_the_correlation_asked_for(correlation: float) -> None
     mixed = torch.stack([z[:, 0], rho * z[:, 0] + (1 - rho**2) ** 0.5 * z[:, 1]], dim=1)
     found = torch.corrcoef(values_at(values_LD, mixed).t())[0, 1]
     assert float(found) == pytest.approx(correlation, abs=0.04)
+
+
+@pytest.mark.parametrize(("fade", "mean", "std"), [(0.5**0.1, 10.0, 1.0), (1.0, 5.0, 5.1)])
+def test_many_small_batches_move_what_is_known(fade: float, mean: float, std: float) -> None:
+    """A hundred batches around 0, then a hundred around 10: with a half-life of ten the former are forgotten, else kept."""
+    generator = torch.Generator().manual_seed(0)
+    state = None
+    for batch in range(200):
+        rows_RD = 10.0 * (batch >= 100) + torch.randn(256, 2, generator=generator)
+        new = quantiles_of(rows_RD, 129)
+        state = new if state is None else merge_quantiles(fade_quantiles(state, fade), new)
+    assert state is not None
+    drawn_MD = values_at(state["values_LD"], torch.randn(20_000, 2, generator=generator))
+    assert float(drawn_MD.mean()) == pytest.approx(mean, abs=0.5)
+    assert float(drawn_MD.std()) == pytest.approx(std, rel=0.1)

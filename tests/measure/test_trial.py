@@ -1,9 +1,11 @@
 """Trials shared out among several children: each problem once, a kernel that takes its child down never again."""
 
+from functools import partial
 from threading import Barrier
 
 import pytest
 import torch
+from emulated_block import emulate
 from stand_in_records import record_of, site_record
 
 from loka.core.gemm import Role, SiteShape
@@ -37,6 +39,8 @@ class _Children:
             raise module._Gone("ended its process with exit code 3")
         if trial.kernel == "interrupted":
             raise KeyboardInterrupt
+        if trial.kernel == "crowded" and self.asked.count(trial) == 1:
+            return Answer("failed: OutOfMemoryError: CUDA out of memory")
         return Answer("failed: no such tile" if trial.kernel == "raises" and trial.shape.m == 64 else None)
 
     def close(self) -> None:
@@ -58,6 +62,26 @@ def test_shared_out_each_once_and_a_fatal_kernel_never_again(monkeypatch: pytest
     told = "ended its process with exit code 3 at fprop of 32x64x48, tried in a process of its own"
     assert failures == {problem("dies"): told, problem("dies", 64): told}
     assert children.asked == [problem("dies"), problem("fine")]
+
+
+def test_what_failed_for_want_of_memory_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = _Children(2)
+    monkeypatch.setattr(module, "_Child", children)
+    assert try_kernels([problem("crowded"), problem("raises", 64)], children=2) == {
+        problem("raises", 64): "failed: no such tile"
+    }
+    assert children.asked.count(problem("crowded")) == 2
+    assert children.asked.count(problem("raises", 64)) == 1
+
+
+def test_more_blocks_than_torch_s_limit_on_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape compiles one function twice, and torch refuses to compile a function more than eight times."""
+    torch.compiler.reset()
+    emulate(monkeypatch)
+    monkeypatch.setattr("loka.measure.block_parts.torch.compile", partial(torch.compile, backend="eager"))
+    for n in range(16, 112, 16):
+        shape = BlockShape(SiteShape(8, 32, n), Format.FP32, Format.FP32, False, None, "ReLU")
+        assert run(BlockTrial(shape, "cpu")) == Answer()
 
 
 def test_an_interrupt_leaves_the_rest_untried(monkeypatch: pytest.MonkeyPatch) -> None:

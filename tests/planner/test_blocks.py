@@ -143,3 +143,11 @@ def test_a_chain_saves_in_training_the_cast_that_wgrad_reads_too() -> None:
     for goal, time_us in ((Goal.TRAINING, 115.0), (Goal.SERVING, 95.0)):
         (alone,) = loka.make_plan(survey(one("b", 100.0, *behind.blocks)), goal=goal).sites
         assert alone.time_us == pytest.approx(time_us)
+
+
+def test_a_triple_that_is_slower_with_what_follows_stays() -> None:
+    """By its parts 100 → 90 µs; but compiled with norm and activation the site takes 110, and the triple 90 + 30."""
+    parts = {"training_cast_us": {M: 0.0}, "epilogue_training_us": {M: 30.0}}
+    (planned,) = loka.make_plan(survey(one("a", 90.0, block(109.0, 110.0, **parts)))).sites
+    assert not planned.is_low_precision
+    assert "takes 10 µs more than compiled" in planned.reason

@@ -23,6 +23,7 @@ from loka.models.recommender import Recommender
 from loka.nn.block_norm import BlockNorm
 from loka.train.config import TrainConfig
 from loka.train.loop import train
+from loka.train.progress import Silent
 
 
 def config(planted: str, **changes: object) -> TrainConfig:
@@ -83,6 +84,16 @@ def write_record(folder: Path, model: Recommender, batch: Batch) -> None:
     probe.detach()
 
 
+class _StopsAfter(Silent):
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def step(self) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
 class TestGuarded:
     @pytest.fixture
     def run(self, planted, tmp_path):
@@ -102,9 +113,13 @@ class TestGuarded:
         assert first["error"] > first["bound"] == pytest.approx(0.015)
         assert len({event["site"] for event in rows[0]["given_back"]}) == len(rows[0]["given_back"]) >= 3
 
-    def test_what_was_given_back_stays_so_when_a_run_is_resumed(self, run):
+    @pytest.mark.parametrize("log_every", [2, 8])
+    def test_what_was_given_back_stays_so_when_a_run_is_resumed(self, run, log_every):
+        """Also where a checkpoint comes before the next line of metrics."""
+        run = replace(run, log_every=log_every)
         straight = train(replace(run, out=f"{run.out}-straight"))
-        train(replace(run, steps=4))
+        with pytest.raises(KeyboardInterrupt):
+            train(run, progress=_StopsAfter(5))
         resumed = train(run, resume=True)
         assert planned_modules(resumed.model) == 0
         for name, value in straight.model.state_dict().items():

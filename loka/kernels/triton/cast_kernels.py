@@ -7,10 +7,10 @@ padding alone is 1. Amaxes travel as the bits of ``fp8.magnitude``.
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import divide, magnitude, scale_of, to_e4m3, to_e4m3_words, wait_for_kernels_before
+from loka.kernels.triton.fp8 import INFINITY_BITS, divide, magnitude, scale_of, to_e4m3, to_e4m3_words, wait_for_kernels_before
 
 FLAGS_AT_ONCE = tl.constexpr(32)
-INFINITY = tl.constexpr(0x7F800000)  # its bits
+LARGEST = tl.constexpr(1.5e38)  # that can be doubled
 
 
 @triton.jit
@@ -185,12 +185,15 @@ def rowwise_kernel(
 
 @triton.jit
 def remember_kernel(seen_ptr, last_ptr, outgrown_ptr, size, LENGTH: tl.constexpr):
-    """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again. Each program says whether an
-    amax of its own has outgrown the last one, or that was no number."""
+    """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again. Each program says whether the last
+    ones do not fit what was seen by its own: too small, thirty times too large, or no numbers."""
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
     inside = index < size
-    seen, last = tl.load(seen_ptr + index, mask=inside, other=0), tl.load(last_ptr + index, mask=inside, other=0)
-    tl.store(outgrown_ptr + tl.program_id(0), tl.max(((seen > last) | (last >= INFINITY)).to(tl.int32), axis=0))
-    tl.store(last_ptr + index, (2 * seen.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True), mask=inside)
-    tl.store(seen_ptr + index, tl.zeros_like(seen), mask=inside)
+    seen_bits, last_bits = tl.load(seen_ptr + index, mask=inside, other=0), tl.load(last_ptr + index, mask=inside, other=0)
+    seen, last = seen_bits.to(tl.float32, bitcast=True), last_bits.to(tl.float32, bitcast=True)
+    fits = (seen_bits <= last_bits) & (last_bits < INFINITY_BITS) & ((seen >= last / 64) | (seen == 0))
+    tl.store(outgrown_ptr + tl.program_id(0), tl.max((~fits).to(tl.int32), axis=0))
+    doubled = tl.where(seen_bits < INFINITY_BITS, 2 * tl.minimum(seen, LARGEST), seen)
+    tl.store(last_ptr + index, doubled.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(seen_ptr + index, tl.zeros_like(seen_bits), mask=inside)

@@ -142,7 +142,8 @@ def write_codes(
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
     """Memory for ``rewrite_codes``: twice the amaxes of ``x`` that the targets' scales are made from, zeros to see others, and
     room for what outgrew them."""
-    last = (torch.cat(_amaxes(x, plain, trans)).view(torch.float32) * 2).view(torch.int32)
+    amax = torch.cat(_amaxes(x, plain, trans)).view(torch.float32)
+    last = torch.where(amax.isfinite(), (2 * amax).clamp(max=3e38), amax).view(torch.int32)
     return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
 
 
@@ -152,13 +153,15 @@ def rewrite_codes(
     """``write_codes`` in one read, for a matrix that changes little from one call to the next, as a weight in training.
 
     Where that would take two, scales are from amaxes twice as large as they were at the call before: codes of a floating format
-    lose nothing by it but the last binade below. Where an amax has more than doubled all is written once more, by its own.
+    lose nothing by it but the last binade below. Where an amax has more than doubled, or is a small part of what it was, all is
+    written once more by its own.
     """
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
     if reads(plain.scaling, trans.scaling, x.shape[1]) == 1:
         write_codes(x, plain, trans, codes)
+        _tell_autograd(codes)
         return
     last, seen, outgrown = memory
     programs = -(-last.numel() // REMEMBERED_AT_ONCE)
@@ -168,6 +171,13 @@ def rewrite_codes(
         seen, last, outgrown, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4, launch_pdl=x.is_cuda
     )
     _launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
+    _tell_autograd(codes)
+
+
+def _tell_autograd(codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    """A kernel that writes into a tensor leaves no trace: a graph that saved it before would go on with what is there now."""
+    for tensor in codes:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _launch_cast(
@@ -213,6 +223,7 @@ def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
     """Amaxes of rows, columns and all of ``x``: of each, only what the targets need. One read, or none."""
     from loka.kernels.triton import cast_kernels as kernels
 
+    x = x if x.stride(1) == 1 else x.contiguous()
     (rows, cols), (tile_rows, tile_cols) = x.shape, AMAX_TILE
     sizes = amax_sizes(x, plain, trans)
     of_rows, of_cols, of_all = _split_amaxes(x.new_zeros(sum(sizes), dtype=torch.int32), x, plain, trans)

@@ -140,6 +140,31 @@ class TestRewriting:
             else:
                 assert torch.equal(got, expected)
 
+    def test_what_shrinks_to_little_is_written_by_what_it_is_now(self, where: torch.device) -> None:
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).to(where)
+        targets = target("rowwise", 40, 64), target("rowwise", 64, 40)
+        codes, memory = cast_matrix(x, *targets), remember_amax(x, *targets)
+        rewrite_codes(1e-6 * x, *targets, codes, memory)
+        value = decode(codes[0].cpu())[:40] * codes[1].cpu()[:40]
+        assert ((value - 1e-6 * x.cpu()).abs() <= 1e-6 * x.cpu().abs() / 15 + codes[1].cpu()[:40] * 2.0**-9).all()
+
+    def test_any_stride_and_the_largest_numbers(self, where: torch.device) -> None:
+        x = (2e38 * torch.rand(64, 40, generator=torch.Generator().manual_seed(0))).to(where).t()
+        targets = target("rowwise", 40, 64), target("rowwise", 64, 40)
+        codes, memory = cast_matrix(x, *targets), remember_amax(x, *targets)
+        for _ in range(2):
+            rewrite_codes(x, *targets, codes, memory)
+            value = decode(codes[0].cpu())[:40] * codes[1].cpu()[:40]
+            torch.testing.assert_close(value, x.cpu(), rtol=0.07, atol=1e36)
+
+    def test_a_graph_that_saved_the_codes_before_is_refused(self, where: torch.device) -> None:
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(where)
+        targets = target("rowwise", 16, 32), target("rowwise", 32, 16)
+        codes, memory = cast_matrix(x, *targets), remember_amax(x, *targets)
+        before = [tensor._version for tensor in codes]
+        rewrite_codes(x, *targets, codes, memory)
+        assert all(tensor._version > version for tensor, version in zip(codes, before, strict=True))
+
     @pytest.mark.parametrize("kinds", [("rowwise", "none"), ("128x128", "128x128"), ("static", "static")], ids="-".join)
     def test_what_takes_one_read_anyway_is_cast_as_ever(self, where: torch.device, kinds: tuple[str, str]) -> None:
         x = hostile(40, 150, torch.float32, 0).to(where)

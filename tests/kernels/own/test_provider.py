@@ -9,8 +9,10 @@ from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.casting import CASTERS, CastProblem, Rewriter, rewriter_of
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
+from loka.kernels.executor import SiteKernels
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers import triton as provider
+from loka.nn.linear import LokaLinear
 from loka.numerics.formats import decode
 
 OURS = [name for name in KERNELS.names() if name.startswith("triton.")]
@@ -69,7 +71,19 @@ def test_what_is_transformed_or_shared_out_is_not_rewritten(monkeypatch: pytest.
     weight_NK, rowwise = torch.ones(32, 32), OperandSpec(Format.E4M3, Scaling.ROWWISE, 16, 16)
     assert rewriter_of(TensorName.W, weight_NK, [Form(rowwise, False)]) is None  # on a CPU torch casts it
     monkeypatch.setattr(provider, "missing_triton", lambda device: None)
-    centered = Form(rowwise, False, Transform.RESCALE)
+    rescaled = Form(rowwise, False, Transform.RESCALE)
     other = Form(OperandSpec(Format.E5M2, Scaling.ROWWISE, 16, 16), True)
-    assert rewriter_of(TensorName.W, weight_NK, [centered]) is None
+    assert rewriter_of(TensorName.W, weight_NK, [rescaled]) is None
     assert rewriter_of(TensorName.W, weight_NK, [Form(rowwise, False), other]) is None
+
+
+def test_a_centered_layer_s_shift_follows_the_weight(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Centering changes x alone, so that the weight's codes are rewritten; μ·wᵀ must not stay behind."""
+    monkeypatch.setattr(provider, "missing_triton", lambda device: None)
+    linear = torch.nn.Linear(32, 16, bias=False).to(where)
+    mean_K = torch.full((32,), 8.0, device=where)
+    layer = LokaLinear.from_linear(linear, SiteKernels.same("triton.rowwise"), Transform.CENTER, mean_K)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    torch.testing.assert_close(layer.get_buffer("_weight_shift"), layer.weight.detach() @ mean_K)
