@@ -10,12 +10,16 @@ from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
+from loka.core.recipe import Format
 from loka.core.survey import Candidate
 
 METRIC = "mere_floored"
 MAX_ERROR = 0.2
 MIN_SPEEDUP = 1.05
-MAX_SILENCED = 0.05  # of x's features: what an output ruled by a few large ones does not show
+# What an output ruled by a few large values does not show. A floating format reaches over 15 binades and more: values of x that
+# it turns into zeros are a distribution it does not hold. INT8 rounds its smallest to zero as a matter of course.
+MAX_SILENCED = 0.05  # of x's features
+MAX_FLUSHED = 0.05  # of the values that fprop's casts to FP8 lose
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ def why_deaf(candidate: Candidate) -> str | None:
     """Why a cast of x loses too much to be used, whatever the error of the output is."""
     if candidate.silenced > MAX_SILENCED:
         return f"its cast of x flushes {candidate.silenced:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
+    is_floating = not candidate.recipe.startswith(Format.INT8)
+    if candidate.role is Role.FPROP and is_floating and candidate.flushed > MAX_FLUSHED:
+        return f"its casts flush {candidate.flushed:.0%} of the values to zero, over {MAX_FLUSHED:.0%}"
     return None
 
 
