@@ -17,6 +17,7 @@ from threading import Lock
 
 import msgspec
 
+from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format
 from loka.kernels.contract import KERNELS
@@ -164,7 +165,11 @@ class _Child:
             env=environment,
         )
         self._buffer = b""
-        self._answer(START_LIMIT_S)
+        try:
+            self._answer(START_LIMIT_S)
+        except _Gone as gone:
+            self.close()
+            raise KernelUnavailable(f"the process that kernels are tried in did not start: it {gone}") from None
 
     def ask(self, trial: AnyTrial) -> Answer:
         assert self._process.stdin is not None

@@ -8,6 +8,7 @@ import torch
 from emulated_block import emulate
 from stand_in_records import record_of, site_record
 
+from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format
 from loka.measure import trial as module
@@ -110,3 +111,9 @@ def test_a_block_that_fails_its_trial_is_refused_and_the_rest_surveyed(monkeypat
     (surveyed,) = measure(record_of(site), kernels=["reference.rowwise"]).sites
     assert [block.why_not for block in surveyed.blocks] == ["hung for 60 s"]
     assert all(candidate.error for candidate in surveyed.candidates)
+
+
+def test_a_process_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    with pytest.raises(KernelUnavailable, match="did not start: it ended its process with exit code 1"):
+        try_kernels([problem("fine")])
