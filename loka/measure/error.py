@@ -22,7 +22,7 @@ from loka.kernels.transforms import checked_vector
 from loka.measure.oracle import Oracle
 from loka.measure.parts import Option, SiteParts, SiteTensors, told
 from loka.numerics.formats import torch_dtype
-from loka.numerics.metrics import ErrorSamples
+from loka.numerics.metrics import ErrorReport, ErrorSamples
 
 GATE = "mere_floored"
 WATCHED = (GATE, "relative_rms")  # what must be known well, and be finite
@@ -45,6 +45,9 @@ class BrokenDevice(LokaError, RuntimeError):
         self.kernel = kernel
 
 
+LOST_SAMPLES = 10  # over which the shares of values that casts lose are averaged
+
+
 @dataclass
 class OptionError:
     """What was learned of one option; where ``why_not`` speaks, nothing else counts."""
@@ -54,6 +57,13 @@ class OptionError:
     flushed: float = 0.0
     saturated: float = 0.0
     silenced: float = 0.0
+
+    def add_lost(self, flushed: float, saturated: float, silenced: float) -> None:
+        """What one more sample's casts lost, into the means: a scale hangs on the largest value, which not every batch has."""
+        weight = 1 / (len(self.samples) + 1)
+        self.flushed += weight * (flushed - self.flushed)
+        self.saturated += weight * (saturated - self.saturated)
+        self.silenced += weight * (silenced - self.silenced)
 
     @property
     def is_known(self) -> bool:
@@ -90,7 +100,7 @@ def measure_errors(
         parts = SiteParts(tensors)
         oracle = Oracle(parts)
         for option in unknown:
-            _add_sample(errors[option], option, parts, oracle if index == 0 else None)
+            _add_sample(errors[option], option, parts, oracle if index < LOST_SAMPLES else None)
     return errors
 
 
@@ -148,19 +158,22 @@ def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Or
         error.why_not = "returned NaN or inf"
         return
     if oracle is not None:
-        is_oracle = option.kernel.startswith("reference.")
-        expected = report.relative_rms if is_oracle else oracle.relative_rms(option)
-        if report.relative_rms > ALLOWED_FACTOR * expected + ALLOWED_MORE:
-            how = (
-                "loses in its short sums what they add up to"
-                if option.recipe.accumulation is Accumulation.FAST
-                else "returned nonsense"
-            )
-            error.why_not = f"{how}: relative RMS error {report.relative_rms:.3g}, where {option.recipe} gives {expected:.3g}"
-            return
-        error.flushed, error.saturated = oracle.lost(option)
-        error.silenced = oracle.silenced(option)
+        if not len(error.samples):
+            error.why_not = _why_nonsense(option, report, oracle)
+            if error.why_not is not None:
+                return
+        error.add_lost(*oracle.lost(option), oracle.silenced(option))
     error.samples.add(report)
+
+
+def _why_nonsense(option: Option, report: ErrorReport, oracle: Oracle) -> str | None:
+    """Why a product cannot be what its recipe means, or None."""
+    expected = report.relative_rms if option.kernel.startswith("reference.") else oracle.relative_rms(option)
+    if report.relative_rms <= ALLOWED_FACTOR * expected + ALLOWED_MORE:
+        return None
+    is_fast = option.recipe.accumulation is Accumulation.FAST
+    how = "loses in its short sums what they add up to" if is_fast else "returned nonsense"
+    return f"{how}: relative RMS error {report.relative_rms:.3g}, where {option.recipe} gives {expected:.3g}"
 
 
 def require_device(kernel: str, device: torch.device, reason: str) -> None:

@@ -12,9 +12,11 @@ from loka.core.recipe import Format, Scaling
 from loka.kernels.contract import KERNELS
 from loka.kernels.operand import Form, Operand
 from loka.kernels.providers.reference import Reference
+from loka.measure.error import OptionError
 from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
 from loka.measure.parts import Option, SiteParts
 from loka.measure.timing import copies_past_cache, time_together
+from loka.numerics.metrics import measure_error
 
 CPU = torch.device("cpu")
 
@@ -124,3 +126,12 @@ def test_a_weight_s_cast_is_timed_as_it_is_made_after_a_step(monkeypatch: pytest
     assert made[0][0].codes is not made[1][0].codes
     parts.cast(TensorName.X, [Option("reference.rowwise", Role.FPROP).form_of(TensorName.X)], 0)
     assert len(rewritten) == 3
+
+
+def test_shares_that_casts_lose_are_means_over_the_samples() -> None:
+    error, report = OptionError(), measure_error(torch.ones(4, 4), 2 * torch.ones(4, 4), Role.FPROP)
+    for flushed in (0.4, 0.0, 0.2):
+        error.add_lost(flushed, 0.0, 3 * flushed)
+        error.samples.add(report)
+    assert error.flushed == pytest.approx(0.2)
+    assert error.silenced == pytest.approx(0.6)

@@ -205,7 +205,7 @@ def test_a_transform_is_the_whole_sites() -> None:
         ({"error": error(0.3)}, "mere_floored at fprop is 0.27 (up to 0.3), over max_error 0.2"),
         ({"error": {}}, "its error at fprop was not measured"),
         ({"silenced": 0.4}, "its cast of x flushes 40% of the features to zero, over 5%"),
-        ({"flushed": 0.2}, "its casts flush 20% of the values to zero, over 5%"),
+        ({"flushed": 0.2}, "its casts flush 20% of the values to zero, over 2%"),
         ({"why_not": "needs sm_90", "error": {}, "us": {}}, "needs sm_90"),
         ({"us": {}}, "its GEMM cannot be timed here"),
         ({"forms": ("unknown", "w")}, "its cast of x to unknown was not timed"),
