@@ -27,6 +27,7 @@ class Covariance(StrEnum):
 
 BLOCK_WIDTH = 256
 SKETCH_ROWS = 64
+OUTPUTS = 256
 
 
 def covariance_of(state: State) -> Covariance:
@@ -103,6 +104,11 @@ def variance_of(state: State) -> "Tensor":
     else:
         scatter_D = state["scatter_D"]
     return (scatter_D / (state["count"] - 1).clamp(min=1).float()).clamp(min=0)
+
+
+def some_outputs(weight_NK: "Tensor") -> "Tensor":
+    """At most OUTPUTS rows of a weight, evenly spaced, to stand for all: variances of outputs cost K² operations each."""
+    return weight_NK[:: -(-weight_NK.shape[0] // OUTPUTS)]
 
 
 def project(state: State, weight_JD: "Tensor") -> "tuple[Tensor, Tensor]":

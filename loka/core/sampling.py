@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from loka.core.latent import Latent, latent_of
 from loka.core.marginals import level_scores, shifts_for, values_at
-from loka.core.moments import State, project, variance_of
+from loka.core.moments import State, project, some_outputs, variance_of
 from loka.core.statistics import Statistic
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 TRIAL_PRODUCTS = 4e9  # multiplications of a trial draw, of which it takes some to set a sampler up
 MOST_TRIAL_ROWS, LEAST_TRIAL_ROWS = 8192, 1024
 CANCELS_OTHERWISE = 0.1  # by which E[y²] may be off, next to what independent features would give
-OUTPUTS = 256  # that stand for all
 WRONG_GRADIENT = 0.1  # by which E[dw] may be off, next to the size of dw
 CHANCE = 1.5  # what the square of a difference may be by chance, next to what it is on average
 CORRECTIONS = 3  # of G: zeros stay zero, so that one does not hit
@@ -98,7 +97,7 @@ def _cancels_otherwise(sampler: Sampler, moments: State, weight_NK: "Tensor") ->
     """Whether E[y²], next to Σ w_k²·E[x_k²], is another in draws than by the moments. A heavy tail is in both, and cancels."""
     from torch.nn.functional import pad
 
-    weight_JK = weight_NK[:: -(-weight_NK.shape[0] // OUTPUTS)]
+    weight_JK = some_outputs(weight_NK)
     squares_K = weight_JK.double().square().sum(0)
 
     def share(second: float, of_x_K: "Tensor") -> float:

@@ -81,7 +81,7 @@ def _cast_alike(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict
 
 def rewriter_of(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> Rewriter | None:
     """The one caster that can rewrite all ``forms`` of ``tensor`` where they lie, if there is one."""
-    if any(form.transform is not Transform.NONE for form in forms):
+    if any(form.transform is not Transform.NONE or not form.spec.format.is_8bit for form in forms):
         return None
     casters = list(_by_caster(name, tensor, forms))
     caster = CASTERS.get(casters[0]) if len(casters) == 1 else None

@@ -117,7 +117,7 @@ class SiteParts:
         """All ``forms`` of a tensor as a model casts them: the call to time. A weight is cast again where its copies lie, if a
         caster can."""
         tensor, forms = self.tensors.stored(name, turn), tuple(forms)
-        rewriter = rewriter_of(name, tensor, forms) if name is TensorName.W and is_8bit(forms) else None
+        rewriter = rewriter_of(name, tensor, forms) if name is TensorName.W else None
         if rewriter is None:
             return cast(name, tensor, forms, self.vectors_of(forms[0].transform, turn))
         key = forms, turn % len(self.tensors.weights)
@@ -202,10 +202,6 @@ class SiteParts:
         if self._dy_sum is None:
             self._dy_sum = self.tensors.dy.sum(0, dtype=torch.float32)
         return self._dy_sum
-
-
-def is_8bit(forms: Sequence[Form]) -> bool:
-    return all(form.spec.format.is_8bit for form in forms)
 
 
 def is_compiled(form: Form, problem: CastProblem) -> bool:

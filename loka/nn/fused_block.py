@@ -75,7 +75,9 @@ class FusedBlock(nn.Module):
 
     def recast_after_step(self) -> None:
         """The same after a step of an optimizer, which moves a weight but a little: in one read."""
-        if self.why_reference is None and holds_casts_of(self, self.weight):
+        if self.why_reference is not None:
+            return
+        if holds_casts_of(self, self.weight):
             recast_weight(self.weight.detach(), self._held_codes())
         else:
             self._bind()

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from loka.core.moments import some_outputs
 from loka.core.recipe import Transform
 from loka.core.record import SiteRecord
 from loka.probe.findings.contract import FINDINGS, Found
-from loka.probe.findings.products import mean_and_variance, rms_of_terms, some_outputs
+from loka.probe.findings.products import mean_and_variance, rms_of_terms
 
 LARGE = 3.0  # times: e4m3's relative RMS error of 0.037 becomes 0.11
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from loka.core.moments import some_outputs
 from loka.core.record import SiteRecord
 from loka.probe.findings.contract import FINDINGS, Found
-from loka.probe.findings.products import mean_and_variance, some_outputs
+from loka.probe.findings.products import mean_and_variance
 
 LEAST_SAMPLES = 8
 GROWTH = 0.1  # of the norm, in the later half of the samples

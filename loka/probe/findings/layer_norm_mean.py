@@ -5,9 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from loka.core.moments import some_outputs
 from loka.core.record import SiteRecord
 from loka.probe.findings.contract import FINDINGS, Found
-from loka.probe.findings.products import mean_and_variance, some_outputs
+from loka.probe.findings.products import mean_and_variance
 
 LARGE = 3.0  # as for a cancellation inside the site
 SUBTRACTS = ("LayerNorm", "layer_norm")

@@ -9,13 +9,6 @@ from torch.nn.functional import pad
 from loka.core.moments import project
 from loka.core.record import SiteRecord
 
-OUTPUTS = 256  # that many stand for all: their variances cost J·K² operations
-
-
-def some_outputs(weight_NK: Tensor) -> Tensor:
-    """At most OUTPUTS rows of the weight, evenly spaced."""
-    return weight_NK[:: -(-weight_NK.shape[0] // OUTPUTS)]
-
 
 def mean_and_variance(site: SiteRecord, weight_JK: Tensor) -> tuple[Tensor, Tensor]:
     """μ·w and w·Σ·wᵀ of every row w."""
