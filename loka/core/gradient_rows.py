@@ -12,6 +12,7 @@ change e.
 Axes:  R rows,  N out_features.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,6 +65,5 @@ def _main_direction(unit_RN: "Tensor") -> "Tensor":
 
 
 def _divided(values: "Tensor", by: "Tensor") -> "Tensor":
-    import torch
-
-    return torch.where(by != 0, values / by, 0.0)
+    """0 where ``by`` is."""
+    return values / by.where(by != 0, math.inf)

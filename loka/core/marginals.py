@@ -7,12 +7,14 @@ for what lies between two levels.
 Axes:  R rows,  M rows drawn,  D features,  L levels,  P = 2·L points of two batches,  H Hermite coefficients.
 """
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
 from loka.core.moments import Covariance, State
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 LEVELS = {Covariance.FULL: 129, Covariance.BLOCKS: 129, Covariance.LOW_RANK: 33}
@@ -31,19 +33,41 @@ def level_scores(levels: int, like: "Tensor") -> "Tensor":
     return torch.linspace(-REACH, REACH, levels, dtype=like.dtype, device=like.device)
 
 
+@functools.lru_cache(maxsize=64)
+def _shares(levels: int, device: "torch.device") -> "tuple[Tensor, Tensor]":
+    """Of a standard normal distribution, the share that each level stands for, and the share before it."""
+    import torch
+
+    score_L = torch.linspace(-REACH, REACH, levels, device=device)
+    edges = torch.special.ndtr((score_L[1:] + score_L[:-1]) / 2)
+    begin_L = torch.cat([edges.new_zeros(1), edges])
+    return torch.diff(begin_L, append=edges.new_ones(1)), begin_L
+
+
+@functools.lru_cache(maxsize=64)
+def _positions(levels: int, rows: int, device: "torch.device") -> "tuple[Tensor, Tensor, Tensor]":
+    """Between which two of so many sorted rows each level lies, and how far along."""
+    import torch
+
+    probability_L = torch.special.ndtr(torch.linspace(-REACH, REACH, levels, device=device))
+    position_L = (probability_L * rows - 0.5).clamp(0, rows - 1)
+    below_L = position_L.long()
+    return below_L, (below_L + 1).clamp(max=rows - 1), (position_L - below_L)[:, None]
+
+
 def quantiles_of(rows_RD: "Tensor", levels: int) -> State:
     """Every feature's quantiles over the rows."""
     import torch
 
     rows = rows_RD.shape[0]
     sorted_RD = _sorted(rows_RD.t().contiguous()).t()
-    probability_L = torch.special.ndtr(level_scores(levels, rows_RD))
-    position_L = (probability_L * rows - 0.5).clamp(0, rows - 1)
-    below_L = position_L.long()
-    above_L = (below_L + 1).clamp(max=rows - 1)
-    values_LD = sorted_RD[below_L].lerp(sorted_RD[above_L], (position_L - below_L)[:, None])
-    count = torch.tensor(float(rows), dtype=torch.float64, device=rows_RD.device)
-    return {"values_LD": values_LD, "count": count, "merges": torch.zeros_like(count)}
+    below_L, above_L, part_L1 = _positions(levels, rows, rows_RD.device)
+    count = torch.tensor(float(rows), dtype=torch.float64)
+    return {
+        "values_LD": sorted_RD[below_L].lerp(sorted_RD[above_L], part_L1),
+        "count": count,
+        "merges": torch.zeros_like(count),
+    }
 
 
 def merge_quantiles(a: State, b: State) -> State:
@@ -55,14 +79,11 @@ def merge_quantiles(a: State, b: State) -> State:
     import torch
 
     count, merges = a["count"] + b["count"], a["merges"] + b["merges"] + 1
-    score_L = level_scores(a["values_LD"].shape[0], a["values_LD"])
-    edges = torch.special.ndtr((score_L[1:] + score_L[:-1]) / 2)
-    mass_L = torch.diff(edges, prepend=edges.new_zeros(1), append=edges.new_ones(1))
-    mass_P = torch.cat([mass_L * (a["count"] / count).float(), mass_L * (b["count"] / count).float()])
-    points_DP = torch.cat([a["values_LD"], b["values_LD"]]).t().contiguous()
-    order_DP = _order(points_DP)
-    points_DP, reaches_DP = points_DP.gather(1, order_DP), mass_P[order_DP].cumsum(1)
-    wanted_L = torch.cat([edges.new_zeros(1), edges]) + (GOLDEN * merges).frac().float() * mass_L
+    share_L, begin_L = _shares(a["values_LD"].shape[0], a["values_LD"].device)
+    share_P = torch.cat([share_L * float(a["count"] / count), share_L * float(b["count"] / count)])
+    points_DP, order_DP = _sorted_with_order(torch.cat([a["values_LD"], b["values_LD"]]).t().contiguous())
+    reaches_DP = share_P[order_DP].cumsum(1)
+    wanted_L = begin_L.add(share_L, alpha=float(merges) * GOLDEN % 1)
     wanted_DL = wanted_L.expand(points_DP.shape[0], -1).contiguous()
     at_DL = torch.searchsorted(reaches_DP, wanted_DL).clamp(max=points_DP.shape[1] - 1)
     return {"values_LD": points_DP.gather(1, at_DL).t().contiguous(), "count": count, "merges": merges}
@@ -144,7 +165,7 @@ def latent_correlation(values_LD: "Tensor", correlation_DD: "Tensor") -> "Tensor
 
 
 def _sorted(values_DR: "Tensor") -> "Tensor":
-    """Each row by size. NumPy sorts forty times as fast on a CPU, and a Probe may not take more than 1 % of a step."""
+    """Each row by size. NumPy sorts ten times as fast on a CPU, and a Probe may not take more than 1 % of a step."""
     import torch
 
     if values_DR.device.type != "cpu":
@@ -154,14 +175,17 @@ def _sorted(values_DR: "Tensor") -> "Tensor":
     return torch.from_numpy(np.sort(values_DR.numpy(), axis=1))
 
 
-def _order(values_DP: "Tensor") -> "Tensor":
+def _sorted_with_order(values_DP: "Tensor") -> "tuple[Tensor, Tensor]":
+    """Each row by size, and where its values were; which of two equal ones comes first is left open."""
     import torch
 
     if values_DP.device.type != "cpu":
-        return values_DP.argsort(dim=1)
+        values_DP, order_DP = values_DP.sort(dim=1)
+        return values_DP, order_DP
     import numpy as np
 
-    return torch.from_numpy(np.argsort(values_DP.numpy(), axis=1, kind="stable"))
+    order_DP = torch.from_numpy(np.argsort(values_DP.numpy(), axis=1))
+    return values_DP.gather(1, order_DP), order_DP
 
 
 def _hermite_coefficients(values_LD: "Tensor") -> "Tensor":

@@ -2,6 +2,7 @@
 
     n' = n + B,   δ = μ_b − μ,   μ' = μ + (B/n')·δ,   S' = S + S_b + (n·B/n')·δδᵀ,   Σ = S'/(n'−1)
 
+Rows that join a state need no S_b of their own: about c = μ_b − √(n/n')·δ their products are S_b + (n·B/n')·δδᵀ.
 S is kept whole, as blocks along its diagonal, or as its diagonal with a sketch of few rows whose Gram matrix is nearly S.
 The first two merge exactly; a sketch keeps the largest directions and is approximate.
 
@@ -48,19 +49,48 @@ def covariance_elements(form: Covariance, n_features: int) -> int:
 
 
 def moments_of(rows_RD: "Tensor", form: Covariance) -> State:
-    """The state of one batch. ``rows_RD`` is FP32; the caller sees to it that its products are too (no TF32, no autocast)."""
+    """The state of one batch. ``rows_RD`` is FP32; the caller sees to it that its products are too (no TF32, no autocast).
+
+    The count, as all of a state that is a single number, stays on the CPU: nothing that needs it waits for a device.
+    """
     import torch
 
     mean_D = rows_RD.mean(0)
     centered_RD = rows_RD - mean_D
-    count = torch.tensor(float(rows_RD.shape[0]), dtype=torch.float64, device=rows_RD.device)
-    state = {"count": count, "mean_D": mean_D}
+    state = {"count": torch.tensor(float(rows_RD.shape[0]), dtype=torch.float64), "mean_D": mean_D}
     if form is Covariance.FULL:
         return {**state, "scatter_DD": centered_RD.t() @ centered_RD}
     if form is Covariance.BLOCKS:
         blocks_BRW = _in_blocks(centered_RD)
         return {**state, "scatter_BWW": blocks_BRW.mT @ blocks_BRW}
     return {**state, "scatter_D": centered_RD.square().sum(0), "sketch_LD": _compress(centered_RD)}
+
+
+def add_rows(state: State, rows_RD: "Tensor", fade: float = 1.0) -> State:
+    """The state of these rows and those of ``state``, which count for ``fade`` times as much as they did.
+
+    S changes in place: of a wide site it is the largest thing there is, and is read and written once here.
+    """
+    import torch
+
+    before, rows = fade * float(state["count"]), rows_RD.shape[0]
+    count = before + rows
+    mean_D = rows_RD.mean(0)
+    centered_RD = rows_RD - mean_D.lerp(state["mean_D"], (before / count) ** 0.5)
+    joined = {
+        "count": torch.tensor(count, dtype=torch.float64),
+        "mean_D": state["mean_D"].lerp(mean_D, rows / count),
+    }
+    if "scatter_DD" in state:
+        return {**joined, "scatter_DD": state["scatter_DD"].addmm_(centered_RD.t(), centered_RD, beta=fade)}
+    if "scatter_BWW" in state:
+        blocks_BRW = _in_blocks(centered_RD)
+        return {**joined, "scatter_BWW": state["scatter_BWW"].baddbmm_(blocks_BRW.mT, blocks_BRW, beta=fade)}
+    return {
+        **joined,
+        "scatter_D": state["scatter_D"].mul_(fade).add_(centered_RD.square().sum(0)),
+        "sketch_LD": _compress(torch.cat([fade**0.5 * state["sketch_LD"], centered_RD])),
+    }
 
 
 def merge_moments(a: State, b: State) -> State:
@@ -83,15 +113,6 @@ def merge_moments(a: State, b: State) -> State:
         "scatter_D": a["scatter_D"] + b["scatter_D"] + between_1D[0].square(),
         "sketch_LD": _compress(torch.cat([a["sketch_LD"], b["sketch_LD"], between_1D])),
     }
-
-
-def fade_moments(state: State, factor: float) -> State:
-    """The same mean and covariance, known from ``factor`` times as many rows."""
-    return {name: tensor if name == "mean_D" else _faded(name, tensor, factor) for name, tensor in state.items()}
-
-
-def _faded(name: str, tensor: "Tensor", factor: float) -> "Tensor":
-    return tensor * (factor**0.5 if name == "sketch_LD" else factor)
 
 
 def variance_of(state: State) -> "Tensor":

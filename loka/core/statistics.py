@@ -6,9 +6,9 @@ A statistic is made of one batch's rows (``loka.probe.statistics``); batches, sh
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loka.core.marginals import fade_quantiles, merge_quantiles
+from loka.core.marginals import merge_quantiles
 from loka.core.matrix_normal import merge_matrix_normals
-from loka.core.moments import Covariance, State, covariance_of, fade_moments, merge_moments
+from loka.core.moments import Covariance, State, covariance_of, merge_moments
 
 
 class Rule(StrEnum):
@@ -42,11 +42,3 @@ class Statistic:
         if self.rule is Rule.MATRIX_NORMAL:
             return Statistic(self.rule, merge_matrix_normals(self.tensors, other.tensors))
         return Statistic(self.rule, {name: tensor + other.tensors[name] for name, tensor in self.tensors.items()})
-
-    def fade(self, factor: float) -> "Statistic":
-        """The same, counting for ``factor`` times as much when merged."""
-        if self.rule is Rule.MOMENTS:
-            return Statistic(self.rule, fade_moments(self.tensors, factor))
-        if self.rule is Rule.QUANTILES:
-            return Statistic(self.rule, fade_quantiles(self.tensors, factor))
-        return Statistic(self.rule, {name: tensor * factor for name, tensor in self.tensors.items()})

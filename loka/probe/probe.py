@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from loka.core.environment import current_environment
 from loka.core.errors import InvalidInput
 from loka.core.fingerprint import fingerprint
 from loka.core.gradient_rows import reference_of
+from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record, SiteRecord
 from loka.core.statistics import Statistic
@@ -26,20 +28,25 @@ from loka.probe.exact import exact_products
 from loka.probe.facts import blocks_of, notes_of, producers_of
 from loka.probe.findings.contract import find_all
 from loka.probe.history import History
-from loka.probe.statistics.contract import Rows, observe
+from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call, Watch, watch
 from loka.probe.weights import WeightsOverTime
 
 logger = logging.getLogger("loka")
+
+SPREAD = 4  # a sample is learned within one in so many of the steps before the next
 
 
 class Probe:
     """Watches ``model`` on every ``every``-th step and learns from ``rows`` rows of each call of each linear layer.
 
     Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
-    touch nothing: compiled graphs stay, and the host never waits for the device. Older samples fade with ``half_life``
-    (in samples), so that the Record speaks of the model as it is now; None keeps all alike. With ``weights_over_time`` it
-    also learns how the weights move, which the weight in the Record, the newest, does not tell.
+    run as without a Probe: compiled graphs stay, and the host never waits for the device. What a sample showed is learned a
+    few sites at a time behind the steps that follow, where a GPU still has work and the host has time.
+
+    Older samples fade with ``half_life`` (in samples), so that the Record speaks of the model as it is now; None keeps all
+    alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
+    not tell.
     """
 
     def __init__(
@@ -79,6 +86,8 @@ class Probe:
         self._notes: dict[str, dict[str, None]] = {name: {} for name in self._sites}
         self._dtype: torch.dtype | None = None
         self._samples = 0
+        self._unlearned: deque[tuple[str, Rows]] = deque()  # of the newest sample
+        self._sites_a_step = 0  # to be learned behind each step
         self._detached = False
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
         self.memory = plan_memory(self._sites, memory_budget, taken=self._weights.bytes if self._weights else 0)
@@ -92,10 +101,14 @@ class Probe:
         if not is_sampled:
             with self._clock.timed():
                 yield
+            self._learn(self._sites_a_step)
             return
-        with torch.compiler.set_stance("force_eager"), watch(self._model, self._sites, self._rows, self._generator) as seen:
+        self._learn_all()
+        full = [name for name, form in self.memory.forms.items() if form is Covariance.FULL]
+        stance = torch.compiler.set_stance("force_eager")
+        with stance, watch(self._model, self._sites, self._rows, self._generator, with_dw=full) as seen:
             yield
-        self._learn(seen)
+        self._take(seen)
 
     def record(self) -> Record:
         """What was learned so far, copied to the CPU: training may go on."""
@@ -108,12 +121,14 @@ class Probe:
 
     def detach(self) -> None:
         """Stop for good. No hook is on the model between steps, so there is nothing else to undo."""
+        self._learn_all()
         self._detached = True
         self._writer.shutdown()
 
     def _taken(self) -> Record:
         if not self._samples:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
+        self._learn_all()
         found = self._found or find_blocks(self._model)
         sites = {name: self._site(name, found) for name in self._sites}
         return Record(
@@ -126,10 +141,13 @@ class Probe:
             steps_seen=self.steps_seen,
         )
 
-    def _learn(self, seen: Watch) -> None:
+    def _take(self, seen: Watch) -> None:
+        """Keep what a step showed, to be learned later; at once what is first seen, and what a device must be waited for."""
         if self._found is None:
             self._found = blocks_of(self._model, seen)
         self._samples += 1
+        self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
+        all_finite = _all_finite(seen)
         with torch.no_grad(), exact_products(self._device):
             for name, history in self._bias_norms.items():
                 history.add(torch.linalg.vector_norm(self._sites[name].bias.float()))
@@ -140,8 +158,22 @@ class Probe:
                 for call in calls:
                     self._calls[name][call.m] = self._calls[name].get(call.m, 0) + 1
                     self._dtype = call.dtype
-                if rows := self._rows_of(name, calls, seen.dw_NK.get(name)):
+                if not (rows := self._rows_of(name, calls, seen.dw_NK.get(name), all_finite)):
+                    continue
+                if self._statistics[name] and rows.covariance is not Covariance.LOW_RANK:
+                    self._unlearned.append((name, rows))
+                else:
                     self._merge(name, rows)
+
+    def _learn(self, sites: int) -> None:
+        if not self._unlearned:
+            return
+        with torch.no_grad(), exact_products(self._device):
+            for _ in range(min(sites, len(self._unlearned))):
+                self._merge(*self._unlearned.popleft())
+
+    def _learn_all(self) -> None:
+        self._learn(len(self._unlearned))
 
     def _merge(self, name: str, rows: Rows) -> None:
         if rows.dy_RN is not None and name not in self._trains:
@@ -149,27 +181,27 @@ class Probe:
             self._statistics[name] = {}  # what was learned without gradients cannot be paired with them
         elif rows.dy_RN is None and name in self._trains:
             return
-        kept = {key: statistic.fade(self._fade) for key, statistic in self._statistics[name].items()}
-        new = observe(rows, self._samples - 1, kept.keys())
-        merged = {key: kept[key].merge(statistic) if key in kept else statistic for key, statistic in new.items()}
-        self._statistics[name] = kept | merged
+        known = self._statistics[name]
+        self._statistics[name] = absorb(known, rows, self._samples - 1, self._fade) if known else observe(rows)
 
-    def _rows_of(self, name: str, calls: list[Call], dw_NK: Tensor | None) -> Rows | None:
+    def _rows_of(self, name: str, calls: list[Call], dw_NK: Tensor | None, all_finite: bool) -> Rows | None:
         """The rows of all calls that hold no NaN or infinity."""
         if not calls:
             return None
-        x_RK = torch.cat([call.x_RK for call in calls])
+        x_RK = _joined([call.x_RK for call in calls])
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
-        dy_RN = torch.cat(gradients) if gradients else None
-        finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
-        if not finite_R.all():
-            self._notes[name]["rows with NaN or infinite values were seen and left out"] = None
-            x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
-        m = sum(call.m for call in calls)
+        dy_RN = _joined(gradients) if gradients else None
+        if not all_finite:
+            finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
+            if not finite_R.all():
+                self._notes[name]["rows with NaN or infinite values were seen and left out"] = None
+                x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
+            dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
         if not len(x_RK):
             return None
         if dy_RN is not None and name not in self._references:
             self._references[name] = reference_of(dy_RN)
+        m = sum(call.m for call in calls)
         return Rows(x_RK, dy_RN, self.memory.forms[name], m, dw_NK, self._references.get(name))
 
     def _site(self, name: str, found: FoundBlocks) -> SiteRecord:
@@ -204,6 +236,17 @@ class Probe:
         if dtype is torch.float32 and self._device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
             return Format.TF32
         return format_of(dtype)
+
+
+def _all_finite(seen: Watch) -> bool:
+    """Whether no tensor holds NaN or infinity, asked for all of them at once: the only time a device is waited for."""
+    of_calls = [tensor for calls in seen.calls.values() for call in calls for tensor in (call.x_RK, call.dy_RN)]
+    tensors = [tensor for tensor in [*of_calls, *seen.dw_NK.values()] if tensor is not None]
+    return bool(torch.nn.utils.get_total_norm(tensors, norm_type=1.0).isfinite())
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _with_findings(record: Record) -> Record:

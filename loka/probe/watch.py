@@ -5,8 +5,9 @@ The gradient of the weight comes along for nothing, and is made of all rows.
 Axes:  M rows of a call,  R rows taken of them,  K in_features,  N out_features.
 """
 
+import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,12 +44,18 @@ class Watch:
 
 
 @contextmanager
-def watch(model: nn.Module, sites: Mapping[str, nn.Linear], rows: int, generator: torch.Generator) -> Iterator[Watch]:
-    """Hooks on ``model`` while the block runs; behind it there are none."""
+def watch(
+    model: nn.Module, sites: Mapping[str, nn.Linear], rows: int, generator: torch.Generator, with_dw: Collection[str] = ()
+) -> Iterator[Watch]:
+    """Hooks on ``model`` while the block runs; behind it there are none.
+
+    Calls of equally many rows show the same rows. ``with_dw``: of which sites the gradient of the weight is asked for.
+    """
     seen = Watch()
+    chosen = functools.cache(lambda m: choose_rows(m, rows, generator))
     handles = [model.register_forward_pre_hook(_example_hook(seen), with_kwargs=True)]
-    handles += [site.register_forward_hook(_site_hook(seen, name, rows, generator)) for name, site in sites.items()]
-    weights = _own_weights(sites)
+    handles += [site.register_forward_hook(_site_hook(seen, name, chosen)) for name, site in sites.items()]
+    weights = {name: weight for name, weight in _own_weights(sites).items() if name in with_dw}
     handles += [weight.register_hook(_weight_hook(seen, name)) for name, weight in weights.items()]
     try:
         yield seen
@@ -84,13 +91,13 @@ def _example_hook(seen: Watch) -> Any:
     return hook
 
 
-def _site_hook(seen: Watch, name: str, rows: int, generator: torch.Generator) -> Any:
+def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
     def hook(module: nn.Linear, args: tuple[Tensor, ...], y: Tensor) -> None:
         x_MK = args[0].detach().reshape(-1, module.in_features)
         m = x_MK.shape[0]
         if not m:
             return
-        chosen_R = choose_rows(m, rows, generator)
+        chosen_R = chosen(m)
         call = Call(m, x_MK[chosen_R].float(), y.dtype)
         seen.calls.setdefault(name, []).append(call)
         if y.requires_grad:

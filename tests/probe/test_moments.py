@@ -13,9 +13,9 @@ from loka.core.moments import (
     SKETCH_ROWS,
     Covariance,
     State,
+    add_rows,
     covariance_elements,
     covariance_of,
-    fade_moments,
     merge_moments,
     moments_of,
     variance_of,
@@ -97,16 +97,44 @@ def test_a_variance_never_turns_negative(form: Covariance) -> None:
     assert (variance_of(merged(parts, form)) == 0).all()
 
 
-@pytest.mark.parametrize("form", list(Covariance))
-def test_fading_changes_the_weight_and_nothing_else(form: Covariance) -> None:
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 7, 300, 2000]), min_size=2, max_size=4),
+    spread=st.sampled_from([0.0, 1.0, 30.0]),
+    seed=st.integers(0, 99),
+    form=st.sampled_from([Covariance.FULL, Covariance.BLOCKS]),
+    fade=st.sampled_from([1.0, 0.9, 0.25]),
+)
+def test_rows_added_are_rows_merged(sizes: list[int], spread: float, seed: int, form: Covariance, fade: float) -> None:
+    """Against weighted sums in float64 by two passes, every row weighted by what it has faded to."""
+    parts = shards(sizes, spread, seed)
+    state = functools.reduce(lambda state, part: add_rows(state, part, fade), parts[1:], moments_of(parts[0], form))
+    weight_R = torch.cat([torch.full((len(part),), fade**age) for age, part in enumerate(reversed(parts))][::-1]).double()
+    rows_RD = torch.cat(parts).double()
+    mean_D = (weight_R @ rows_RD) / weight_R.sum()
+    scatter_DD = (rows_RD - mean_D).t() @ ((rows_RD - mean_D) * weight_R[:, None])
+    size_D = scatter_DD.diagonal().sqrt()
+    found_DD = state["scatter_DD"] if form is Covariance.FULL else torch.block_diag(*state["scatter_BWW"])
+    true_DD = scatter_DD if form is Covariance.FULL else _only_blocks(scatter_DD)
+    torch.testing.assert_close(float(state["count"]), float(weight_R.sum()))
+    assert ((state["mean_D"].double() - mean_D).abs() <= 1e-5 * (size_D + mean_D.abs())).all()
+    assert ((found_DD[:FEATURES, :FEATURES].double() - true_DD).abs() <= 2e-5 * torch.outer(size_D, size_D)).all()
+
+
+def _only_blocks(scatter_DD: Tensor) -> Tensor:
+    block_D = torch.arange(FEATURES) // BLOCK_WIDTH
+    return scatter_DD * (block_D[:, None] == block_D)
+
+
+def test_rows_added_to_a_sketch_keep_every_variance() -> None:
     first, second = shards([400, 100], spread=3.0, seed=1)
-    faded = fade_moments(moments_of(first, form), 0.25)
-    assert covariance_of(faded) is form
-    torch.testing.assert_close(faded["count"], torch.tensor(100.0, dtype=torch.float64))
-    merged_mean_D = merge_moments(faded, moments_of(second, form))["mean_D"]
-    torch.testing.assert_close(merged_mean_D, (first.mean(0) + second.mean(0)) / 2, rtol=1e-5, atol=1e-5)
-    before, after = variance_of(moments_of(first, form)), variance_of(faded)
-    torch.testing.assert_close(after * 99 / 100, before * 399 / 400, rtol=1e-5, atol=0)
+    state = add_rows(moments_of(first, Covariance.LOW_RANK), second, fade=0.25)
+    weight_R = torch.cat([torch.full((400,), 0.25), torch.ones(100)]).double()
+    rows_RD = torch.cat([first, second]).double()
+    mean_D = (weight_R @ rows_RD) / weight_R.sum()
+    true_D = weight_R @ (rows_RD - mean_D).square() / (weight_R.sum() - 1)
+    torch.testing.assert_close(variance_of(state).double(), true_D, rtol=1e-5, atol=0)
+    assert covariance_of(state) is Covariance.LOW_RANK
+    assert state["sketch_LD"].shape == (SKETCH_ROWS, FEATURES)
 
 
 @pytest.mark.parametrize("form", list(Covariance))

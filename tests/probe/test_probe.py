@@ -277,6 +277,34 @@ def test_the_memory_that_is_promised_holds_every_statistic(budget: int, form: Co
     assert 0.95 * probe.memory.bytes <= taken <= 1.01 * probe.memory.bytes + 2**11  # and some hundred bytes for counts
 
 
+def test_a_sample_is_learned_behind_the_steps_that_follow_and_the_record_holds_it_at_once() -> None:
+    """Eleven layers, three of them behind each step; what is learned is what would have been learned at once."""
+
+    def train(*, record_at: int) -> tuple[list[int], Record]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(10)), nn.Linear(6, 1))
+        probe = loka.Probe(model, every=20)
+        left, record = [], None
+        for step in range(41):
+            with probe.step():
+                model(torch.randn(32, 6)).square().mean().backward()
+            if step == record_at:
+                record = probe.record()
+            left.append(len(probe._unlearned))
+        return left, probe.record() if record is None else record
+
+    left, _ = train(record_at=-1)
+    assert left[:20] == [0] * 20  # the first sample is learned at once
+    assert left[20:26] == [11, 8, 5, 2, 0, 0]
+    left, early = train(record_at=20)
+    assert left[20:22] == [0, 0]
+    _, late = train(record_at=39)
+    for name, site in early.sites.items():
+        for key, statistic in site.statistics.items():
+            for part, tensor in statistic.tensors.items():
+                assert torch.equal(tensor, late.sites[name].statistics[key].tensors[part]), (name, key, part)
+
+
 def test_quantiles_are_looked_at_every_second_sample_and_from_the_first_with_gradients() -> None:
     model = nn.Linear(4, 2)
     probe = loka.Probe(model, every=1, half_life=None)
@@ -356,13 +384,13 @@ def test_idle_steps_never_wait_for_the_gpu(is_compiled: bool) -> None:
         with probe.step():
             model(x_MK).square().mean().backward()
 
-    for _ in range(3):  # a sample, and the compiler's work
+    for _ in range(41):  # the compiler's work, and a sample in which it is every statistic's turn
         step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(7):
+        for _ in range(9):
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    step()
+    assert not probe._unlearned
     assert probe.record().step_us > 0

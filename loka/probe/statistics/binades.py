@@ -4,12 +4,14 @@ v is counted at e where 2^e ≤ |v| < 2^(e+1), for e from LOWEST on; both ends g
 that of zeros.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from loka.core.moments import State
 from loka.core.statistics import Rule
-from loka.probe.statistics.contract import STATISTICS, Rows
+from loka.probe.statistics.contract import STATISTICS, Rows, add_sums
 
 LOWEST, BINADES = -48, 80
 VALUES = 2**16  # of a tensor, at most: rows are chosen at random, so any of them stand for all
@@ -18,19 +20,32 @@ VALUES = 2**16  # of a tensor, at most: rows are chosen at random, so any of the
 @STATISTICS.register("binades")
 class Binades:
     rule = Rule.SUM
-    every = 1
+    every = 4  # what a format must hold moves slowly, and so many values tell it at once
 
     def observe(self, rows: Rows) -> State:
         state = {"x_B": counts_by_binade(rows.x_RK)}
         return state if rows.dy_RN is None else {**state, "dy_B": counts_by_binade(rows.dy_RN)}
 
+    def absorb(self, state: State, rows: Rows, fade: float) -> State:
+        return add_sums(state, self.observe(rows), fade)
+
 
 def counts_by_binade(values_RD: Tensor) -> Tensor:
     """In float64, in which sums of counts are exact."""
-    values = values_RD[: max(1, VALUES // values_RD.shape[1])].flatten()
-    index = (torch.frexp(values).exponent - 1 - LOWEST).clamp(0, BINADES - 1)
-    index = torch.where(values == 0, BINADES, index).long()
-    return torch.bincount(index, minlength=BINADES + 1).double()
+    values_V = values_RD[: max(1, VALUES // values_RD.shape[1])].flatten().abs()
+    bin_V = torch.bucketize(values_V, _edges(values_V.device), right=True)
+    if values_V.device.type == "cpu":
+        counts_B = torch.bincount(bin_V, minlength=BINADES + 1)
+    else:  # where bincount would ask for the largest bin, and wait
+        counts_B = (bin_V[:, None] == torch.arange(BINADES + 1, device=bin_V.device)).sum(0)
+    return counts_B.roll(-1).double()
+
+
+@functools.lru_cache(maxsize=8)
+def _edges(device: torch.device) -> Tensor:
+    """Where bins begin but the first, which is that of zeros."""
+    lowest = torch.tensor([torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps])
+    return torch.cat([lowest, 2.0 ** torch.arange(LOWEST + 1, LOWEST + BINADES)]).to(device)
 
 
 def share_below(counts_B: Tensor, binades: int) -> float:

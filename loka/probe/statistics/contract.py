@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -38,12 +38,24 @@ class Rows:
 
 
 class Observer(Protocol):
-    """One statistic: the state of one batch of rows, empty where there is none, and how two states merge."""
+    """One statistic. It waits for no device: rows may be looked at while the model trains on."""
 
     rule: Rule
     every: int  # one sampled step in so many is looked at
 
-    def observe(self, rows: Rows) -> State: ...
+    def observe(self, rows: Rows) -> State:
+        """The state of these rows; empty where they say nothing."""
+        ...
+
+    def absorb(self, state: State, rows: Rows, fade: float) -> State:
+        """The state of these rows and those of ``state``, which count for ``fade`` times as much as they did.
+        ``state`` may change in place."""
+        ...
+
+
+def add_sums(old: State, new: State, fade: float) -> State:
+    """``new``, and ``fade`` times what was summed before."""
+    return {name: torch.add(tensor, old[name], alpha=fade) for name, tensor in new.items()}
 
 
 def _import_statistics() -> None:
@@ -54,8 +66,17 @@ def _import_statistics() -> None:
 STATISTICS: Registry[Observer] = Registry("statistic", discover=_import_statistics)
 
 
-def observe(rows: Rows, sample: int = 0, known: Collection[str] = ()) -> dict[str, Statistic]:
-    """Every statistic that the rows have something to say about, if it is its turn at this sample or not ``known`` yet."""
-    due = {name: observer for name, observer in STATISTICS.items() if sample % observer.every == 0 or name not in known}
-    states = {name: observer.observe(rows) for name, observer in due.items()}
-    return {name: Statistic(due[name].rule, state) for name, state in states.items() if state}
+def observe(rows: Rows) -> dict[str, Statistic]:
+    """Every statistic that the rows have something to say about."""
+    states = {name: observer.observe(rows) for name, observer in STATISTICS.items()}
+    return {name: Statistic(STATISTICS.get(name).rule, state) for name, state in states.items() if state}
+
+
+def absorb(known: Mapping[str, Statistic], rows: Rows, sample: int, fade: float) -> dict[str, Statistic]:
+    """What is ``known``, with what the rows say where it is a statistic's turn at this sample.
+
+    ``fade`` is what a sample fades by from one to the next; a statistic that waited for its turn fades by all it missed.
+    """
+    due = {name: observer for name, observer in STATISTICS.items() if name in known and sample % observer.every == 0}
+    states = {name: observer.absorb(known[name].tensors, rows, fade**observer.every) for name, observer in due.items()}
+    return {**known, **{name: Statistic(due[name].rule, state) for name, state in states.items()}}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loka.core.moments import Covariance, State
 from loka.core.statistics import Rule
-from loka.probe.statistics.contract import STATISTICS, Rows
+from loka.probe.statistics.contract import STATISTICS, Rows, add_sums
 
 
 @STATISTICS.register("gradients")
@@ -25,18 +25,24 @@ class Gradients:
         state = {
             "products": (_norms(rows.x_RK) * _norms(rows.dy_RN)).square().sum(),
             "reference_N": count * rows.reference_N,
-            "count": torch.tensor(float(count), dtype=torch.float64, device=rows.x_RK.device),
+            "count": _number(count),
         }
         if rows.covariance is not Covariance.FULL:
             return state
-        dw_NK = rows.x_RK.new_zeros(rows.dy_RN.shape[1], rows.x_RK.shape[1]) if rows.dw_NK is None else rows.dw_NK
-        is_known = dw_NK.isfinite().all() & (rows.dw_NK is not None)
+        is_known, (n, k) = rows.dw_NK is not None, (rows.dy_RN.shape[1], rows.x_RK.shape[1])
         return {
             **state,
-            "dw_NK": torch.where(is_known, dw_NK, 0.0),
-            "m": is_known.double() * rows.m,
-            "steps": is_known.double(),
+            "dw_NK": rows.x_RK.new_zeros(n, k) if rows.dw_NK is None else rows.dw_NK,
+            "m": _number(rows.m if is_known else 0),
+            "steps": _number(is_known),
         }
+
+    def absorb(self, state: State, rows: Rows, fade: float) -> State:
+        return add_sums(state, self.observe(rows), fade)
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
 def _norms(rows_RD: Tensor) -> Tensor:
