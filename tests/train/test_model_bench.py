@@ -110,11 +110,12 @@ class TestTimer:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # that fp32 leaves idle, as it should
 @pytest.mark.parametrize("goal", list(Goal))
 def test_a_whole_step_is_captured_on_a_gpu(goal):
     arms = [ARMS["fp32"], ARMS["mods"]]
     rows = dict(ModelBench(torch.device("cuda"), timed_steps=3).measure(Cell("dlrm", "small", 256, goal), arms))
-    assert all(row["is_graph"] and row["peak_bytes"] > 0 for row in rows.values())
+    assert all(row.get("is_graph") and row["peak_bytes"] > 0 for row in rows.values()), rows
 
 
 class TestTables:
