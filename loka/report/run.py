@@ -17,7 +17,16 @@ from loka.report.page_data import MissingPart
 if TYPE_CHECKING:
     from loka.core.record import Record
 
-Part = TypeVar("Part")
+Part = TypeVar("Part", "Record", SurveyDocument, PlanDocument, Comparison)
+
+# By part its file, and the command that makes it.
+PARTS = {
+    "record": ("record.safetensors", "loka probe WORKLOAD -o {run}"),
+    "survey": ("survey.json", "loka measure {run}"),
+    "plan": ("plan.json", "loka plan {run}"),
+    "comparison": ("comparison.json", "loka demo -o {run}"),
+    "training": ("metrics.jsonl", "loka train --model wukong --steps 500 --plan {run}/plan.json -o {run}"),
+}
 
 # Folders below twins/, each with a metrics.jsonl: in high precision, in another one, by the plan.
 HIGH_TWIN, OTHER_TWIN, PLANNED_TWIN = "high", "other", "planned"
@@ -50,31 +59,52 @@ class Run:
 
 
 def read_run(run: str | Path) -> Run:
-    """Read what the folder ``run`` holds. A file that is damaged or of another schema counts as missing, with the reason."""
+    """Read what the folder ``run`` holds. A file that is damaged, of another schema, or of another model than the newest counts
+    as missing, with the reason."""
     path = Path(run)
     if not path.is_dir():
         raise InvalidInput(f"there is no folder {run}: name a run's folder, or make one with `loka demo`")
     missing: list[MissingPart] = []
+    models: dict[str, str] = {}  # by part the fingerprint of its model
 
-    def read(part: str, file: str, command: str, load: Callable[[], Part]) -> Part | None:
-        if not (path / file).exists():
-            missing.append(MissingPart(part, f"there is no {file}", command))
+    def lacks(part: str, why: str) -> None:
+        missing.append(MissingPart(part, why, PARTS[part][1].format(run=run)))
+
+    def read(part: str, load: Callable[[], Part]) -> Part | None:
+        if not (path / PARTS[part][0]).exists():
+            lacks(part, f"there is no {PARTS[part][0]}")
             return None
         try:
-            return load()
+            loaded = load()
         except InvalidFile as error:
-            missing.append(MissingPart(part, str(error), command))
+            lacks(part, str(error))
             return None
+        models[part] = loaded.fingerprint
+        return loaded
 
-    record = read("record", "record.safetensors", f"loka probe WORKLOAD -o {run}", lambda: _load_record(path))
-    survey = read("survey", "survey.json", f"loka measure {run}", lambda: Survey.load(path).document)
-    plan = read("plan", "plan.json", f"loka plan {run}", lambda: Plan.load(path).document)
-    comparison = read("comparison", "comparison.json", f"loka demo -o {run}", lambda: Comparison.load(path))
+    record = read("record", lambda: _load_record(path))
+    survey = read("survey", lambda: Survey.load(path).document)
+    plan = read("plan", lambda: Plan.load(path).document)
+    comparison = read("comparison", lambda: Comparison.load(path))
     training = _read_training(path)
+    # Commands write into the same folder by default, so that it may hold two models' parts: those of the last one count.
+    newest = max(models, key=lambda part: (path / PARTS[part][0]).stat().st_mtime_ns, default="")
+    others = [part for part, model in models.items() if model != models[newest]]
+    if "comparison" in others and training:
+        others.append("training")  # of the models that were compared
+    for part in others:
+        lacks(part, f"{PARTS[part][0]} is of another model than {PARTS[newest][0]}")
     if not training:
-        command = f"loka train --model wukong --steps 500 --plan {run}/plan.json -o {run}"
-        missing.append(MissingPart("training", "there is no metrics.jsonl", command))
-    return Run(path, record, survey, plan, comparison, training, tuple(missing))
+        lacks("training", "there is no metrics.jsonl")
+    return Run(
+        path,
+        None if "record" in others else record,
+        None if "survey" in others else survey,
+        None if "plan" in others else plan,
+        None if "comparison" in others else comparison,
+        {} if "training" in others else training,
+        tuple(missing),
+    )
 
 
 def _load_record(path: Path) -> "Record":

@@ -1,5 +1,6 @@
 """What the report says, against numbers worked out by hand."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
+from loka.core.survey import Survey
 from loka.planner.plan import make_plan
 from loka.probe.statistics.binades import counts_by_binade
 from loka.report.curves import MOST_POINTS, draw_curves
@@ -186,6 +188,25 @@ class TestIncompleteRuns:
         assert name in missing.why
         assert page.headline != "Nothing measured yet"
         render_page(page)
+
+    def test_what_another_model_left_in_the_folder_is_not_taken_for_this_ones(self, whole_run: Path, record, survey) -> None:
+        """`loka demo`, then one's own model is probed and measured, all into the default folder."""
+        dataclasses.replace(record, fingerprint="fedcba9876543210").save(whole_run)
+        page = gather_page(read_run(whole_run))
+        assert {part.part: part.why for part in page.missing} == {
+            "survey": "survey.json is of another model than record.safetensors",
+            "plan": "plan.json is of another model than record.safetensors",
+            "comparison": "comparison.json is of another model than record.safetensors",
+            "training": "metrics.jsonl is of another model than record.safetensors",
+        }
+        assert page.headline == "4 sites probed, nothing measured yet"
+        assert (page.tiles, page.plan, page.curves, page.times) == ((), (), None, ())
+        record.save(whole_run)
+        document = msgspec.structs.replace(survey.document, fingerprint="fedcba9876543210")
+        Survey(document).save(whole_run)  # as loka.measure(record, out=run) does, without a file of its record
+        page = gather_page(read_run(whole_run))
+        assert page.headline == "4 sites measured, no plan yet"
+        assert page.distributions == ()
 
     def test_a_line_cut_off_by_a_kill_is_left_out(self, whole_run: Path) -> None:
         file = whole_run / "twins" / "high" / "metrics.jsonl"
