@@ -155,7 +155,10 @@ class _Tried:
 
 class _Child:
     def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the child itself: it has a core, and not a pool of processes more
+        }
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the child)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "loka.measure.trial_child"],
