@@ -30,7 +30,7 @@ from loka.train.trainer import Trainer
 FOLDER = Path(__file__).parent / "results"
 EVERY = 100
 SAMPLES = 4  # steps timed together: a Probe looks at some statistics at every second or fourth sample
-WHOLE_ROUNDS = 4
+WHOLE_ROUNDS = 3
 
 
 def measure_overhead(model: str, preset: str, batch_size: int, device: torch.device, rounds: int) -> dict[str, Any]:
