@@ -4,11 +4,12 @@ import hashlib
 from pathlib import Path
 
 import msgspec
+import torch
 
 from loka.core.documents import read_document, write_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
-from loka.core.record import Record
+from loka.core.record import Record, SiteRecord
 from loka.core.survey import SiteSurvey, Struct
 
 SCHEMA = "loka.survey-partial/1"
@@ -62,8 +63,21 @@ class Partial:
 
 
 def identity_of(record: Record, kernels: tuple[str, ...], environment: Environment) -> str:
-    """What must be the same for a measurement to go on: the record with its weights, the kernels, the machine and versions."""
-    weights = {name: site.weight_NK.double().sum().item() for name, site in record.sites.items()}
+    """What must be the same for a measurement to go on: the record and what it learned, kernels, machine and versions."""
+    sites = {name: [site.calls, _sum(site.weight_NK), _learned(site)] for name, site in record.sites.items()}
     machine = [environment.device, environment.loka, sorted(environment.libraries.items())]
-    parts = [record.fingerprint, record.steps_seen, record.dtype, kernels, machine, weights]
+    parts = [record.fingerprint, record.steps_seen, record.dtype, kernels, machine, sites]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+def _learned(site: SiteRecord) -> list[tuple[str, str, float]]:
+    """The same weights may have been probed on other data."""
+    return [
+        (name, key, _sum(tensor))
+        for name, statistic in sorted(site.statistics.items())
+        for key, tensor in sorted(statistic.tensors.items())
+    ]
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    return tensor.sum(dtype=torch.float64).item()

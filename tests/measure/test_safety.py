@@ -9,6 +9,7 @@ from stand_in_records import record_of, site_record
 from loka.core.gemm import Role
 from loka.core.progress import Silent
 from loka.core.record import SiteRecord
+from loka.core.statistics import Rule, Statistic
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
@@ -93,11 +94,21 @@ class TestResuming:
         assert [path.name for path in tmp_path.iterdir()] == ["survey.json"]
         assert Survey.load(tmp_path).document == survey.document
 
-    def test_begins_anew_where_anything_differs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            site_record("a", normal_weight(32, 32, 9)),
+            site_record("a", normal_weight(32, 32, 0), calls={64: 1.0}),
+            site_record("a", normal_weight(32, 32, 0), statistics={"sums": Statistic(Rule.SUM, {"x_K": torch.ones(32)})}),
+        ],
+        ids=["trained", "called with other rows", "probed on other data"],
+    )
+    def test_begins_anew_where_anything_differs(
+        self, changed: SiteRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.interrupt(tmp_path)
         names = self.measured(monkeypatch)
-        trained = (site_record("a", normal_weight(32, 32, 9)), *self.sites[1:])
-        measure(record_of(*trained), kernels=TRUSTED, out=tmp_path)
+        measure(record_of(changed, *self.sites[1:]), kernels=TRUSTED, out=tmp_path)
         assert names == ["a", "b", "c"]
 
 
