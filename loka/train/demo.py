@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from loka.core.comparison import Comparison, QualityPair, TimePair, other_precision
 from loka.core.environment import current_environment
+from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.core.progress import Progress as PieceProgress
 from loka.core.recipe import Format
@@ -87,6 +88,8 @@ class _Demo:
         """record.safetensors, and the checkpoint that both twins start from."""
         self.stage.say(f"1/5  {self.settings.title}: Mods applied, trained under the Probe")
         if (self.folder / RECORD_FILE).exists():
+            if not list_checkpoints(RunFolder(self.folder).checkpoints):
+                raise InvalidInput(f"{self.folder} holds the record of another run: name another folder, or move it away")
             return
         trainer, changes = self._trainer()
         self.stage.say(f"     {changes}")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from loka.core.comparison import Comparison
+from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.core.survey import Survey
 from loka.data.dataset import open_dataset
@@ -72,6 +73,13 @@ def test_every_stage_leaves_its_file(whole: Path) -> None:
     assert all(pair.examples == 3 * 64 for pair in run.comparison.quality)
     for pair in run.comparison.times:
         assert sum(pair.high_by_kind.values()) == pytest.approx(pair.high_us)
+
+
+def test_the_record_of_another_run_is_not_taken_for_a_stage_that_is_done(whole: Path, tmp_path: Path) -> None:
+    """`loka probe` writes into the same folder by default."""
+    shutil.copy(whole / "record.safetensors", tmp_path)
+    with pytest.raises(InvalidInput, match="holds the record of another run: name another folder"):
+        run_demo(TINY, tmp_path)
 
 
 def test_a_finished_demo_is_not_run_again(whole: Path) -> None:
