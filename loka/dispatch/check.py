@@ -84,9 +84,13 @@ def check_plan(
     held_out = list(batches)
     if not held_out:
         raise InvalidInput("there is nothing to check on: give at least one held-out batch")
+    if repeats < 1:
+        raise InvalidInput(f"repeats must be at least 1, got {repeats}")
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example)
     with left_as_it_was(model), _room_to_compile(model):
         baseline_loss = trial.mean_loss()
+        if not math.isfinite(baseline_loss) or baseline_loss == 0:
+            raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
         rounds: list[Round] = []
         alone: dict[str, float] = {}
         while True:

@@ -130,6 +130,12 @@ def test_mistakes_get_a_message() -> None:
     plan = plan_for(model, {"bottom": ROWWISE})
     with pytest.raises(InvalidInput, match="nothing to check on: give at least one held-out batch"):
         check(plan, batches=[])
+    with pytest.raises(InvalidInput, match="repeats must be at least 1, got 0"):
+        check(plan, repeats=0)
+    for value in (0.0, float("nan")):
+        with pytest.raises(InvalidInput, match=f"the loss in high precision is {value} on these batches"):
+            loka.check_plan(model, plan, BATCHES, loss=lambda m, x, value=value: torch.full((), value))
+    assert applied_to(model) is None
     loka.apply_plan(model, plan)
     with pytest.raises(InvalidInput, match=r"applies the plan itself: loka.restore\(model\) first"):
         check(plan, model)
