@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import nn
 
 from loka.core.errors import InvalidInput, KernelUnavailable
-from loka.core.plan import Plan, SitePlan
+from loka.core.plan import Goal, Plan, SitePlan
 from loka.dispatch.absorb import why_not_absorbed
 from loka.dispatch.bind import bind_block, bind_site, link_chains, why_not_bound
 from loka.dispatch.differences import (
@@ -15,6 +15,7 @@ from loka.dispatch.differences import (
     refuse_other_model,
     refuse_sharded,
 )
+from loka.dispatch.fast_path import passed_by
 from loka.dispatch.swap import AppliedPlan, Swap, applied_to, forget, put_back, put_in, remember, required_applied, unwrapped
 from loka.nn.fused_block import FusedBlock
 
@@ -85,7 +86,10 @@ def _bind(
     """The stand-ins of every site that can run as planned, made beside the model; and why the others cannot."""
     modules = linear_sites(model)
     planned = [site for site in plan.sites if site.is_low_precision]
-    missing = {site.site: why for site in planned if (why := why_not_bound(modules[site.site], site, plan))}
+    bypassed = passed_by(model) if plan.document.goal is Goal.SERVING else {}
+    missing = {
+        site.site: why for site in planned if (why := bypassed.get(site.site) or why_not_bound(modules[site.site], site, plan))
+    }
     missing |= why_not_absorbed(model, [site for site in planned if site.site not in missing], example)
     swaps: Swaps = {}
     for site in planned:
@@ -100,8 +104,8 @@ def _bind(
         reasons = "; ".join(f"{site} {why}" for site, why in list(missing.items())[:3])
         more = f"; and {len(missing) - 3} more sites" if len(missing) > 3 else ""
         raise KernelUnavailable(
-            f"the plan cannot run here as it is: {reasons}{more}. To plan for this machine, {REMEASURE}; or pass "
-            f'on_missing="high_precision" to run those sites in high precision'
+            f"the plan cannot run here as it is: {reasons}{more}. To plan for this machine, {REMEASURE}; to plan without those "
+            f'sites, name them in make_plan(…, keep=…); or pass on_missing="high_precision" to run them in high precision'
         )
     runs = plan.giving_back(missing) if missing else plan
     _link(runs, swaps)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role, TensorName
+from loka.dispatch.fast_path import passed_by
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import Swap, forget, put_back, put_in, required_applied, unwrapped
 from loka.kernels.operand import Operand
@@ -40,14 +41,15 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     applied = required_applied(model)
     bytes_before = _bytes(model)
     frozen: dict[str, Swap] = {}
+    bypassed = passed_by(model)
     for site in applied.sites:
         planned = applied.module(site)
         if not isinstance(planned, PlannedLinear):
             assert isinstance(planned, FusedBlock)
-        elif planned.executor.operand_forms(Role.FPROP)[1].spec.format.is_8bit:
-            frozen[site] = Swap(planned, FrozenLinear(planned, keep_weight=not drop_high_precision))
+        elif site in bypassed or not planned.executor.operand_forms(Role.FPROP)[1].spec.format.is_8bit:
+            put_back(model, applied.swaps[site])  # served by its own weight, or its gradients alone were planned
         else:
-            put_back(model, applied.swaps[site])  # its gradients alone were planned
+            frozen[site] = Swap(planned, FrozenLinear(planned, keep_weight=not drop_high_precision))
     put_in(model, frozen.values())
     forget(model)
     model.eval().requires_grad_(False)
@@ -79,6 +81,8 @@ class FrozenLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
             raise InvalidInput("this model was frozen for serving and has no gradients: run it under torch.no_grad()")
+        if input.ndim == 0 or input.shape[-1] != self.in_features:
+            raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
         x_MK = input.reshape(-1, self.in_features)
         if self.weight is not None and not self.rows.take(x_MK.shape[0]):
             return F.linear(input, self.weight, self.bias)

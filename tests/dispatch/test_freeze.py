@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from plans import MIXED, batch, plan_for, tower
+from plans import MIXED, ROWWISE, batch, plan_for, tower
 from torch import nn
 
 import loka
@@ -55,6 +55,19 @@ def test_a_site_planned_for_its_gradients_alone_is_plain_again() -> None:
     assert type(model.bottom) is nn.Linear
 
 
+@torch.no_grad()
+def test_a_site_that_torch_serves_past_keeps_its_weight() -> None:
+    """An encoder layer's fast path reads the weights of its parts, whatever stands in their place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), nn.Linear(32, 32))
+    loka.apply_plan(
+        model, plan_for(model, dict.fromkeys(("0.linear1", "0.linear2", "1"), SiteKernels.same("reference.rowwise")))
+    )
+    report = loka.freeze(model, drop_high_precision=True)
+    assert report.sites == ("1",)
+    assert model(torch.randn(3, 5, 32)).shape == (3, 5, 32)
+
+
 def test_rows_that_do_not_pay_run_on_the_kernel_once_the_weight_is_gone() -> None:
     model, dropped = (tower() for _ in range(2))
     for one in (model, dropped):
@@ -98,5 +111,7 @@ def test_it_is_for_serving_and_for_good() -> None:
     loka.freeze(model)
     with pytest.raises(InvalidInput, match=r"frozen for serving and has no gradients: run it under torch.no_grad"):
         model(batch().requires_grad_())
+    with pytest.raises(InvalidInput, match=r"expected input of shape \(\.\.\., 24\), got \(48, 12\)"):
+        model(batch(24).reshape(48, 12))
     with pytest.raises(InvalidInput, match="no plan is applied"):
         loka.restore(model)

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import MIXED, ROWWISE, batch, plan_for, tower
 from torch import nn
+from torch.nn import functional as F
 
 import loka
 from loka.core.errors import InvalidInput, KernelUnavailable, LokaError
-from loka.core.plan import BlockPlan, Plan
+from loka.core.plan import BlockPlan, Goal, Plan
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
 
@@ -125,6 +126,30 @@ def test_layers_that_are_more_than_a_linear_layer_are_left_alone() -> None:
     loka.restore(model)
     handle.remove()
     assert loka.apply_plan(model, plan, on_missing="high_precision").sites == ("top.2",)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_served_past"),
+    [({"batch_first": True}, True), ({}, False), ({"batch_first": True, "activation": F.silu}, False)],
+)
+def test_a_site_that_torch_serves_past_is_no_part_of_a_serving_plan(options: dict, is_served_past: bool) -> None:
+    """In eval mode an encoder layer may read the weights of its parts itself: the stand-in would never run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, **options), nn.Linear(32, 1)).eval()
+    plan = plan_for(model, {"0.linear1": SiteKernels.same("reference.rowwise")}, goal=Goal.SERVING)
+    x = torch.randn(3, 5, 32)
+    with torch.no_grad():
+        plain = model(x)
+        if is_served_past:
+            with pytest.raises(KernelUnavailable, match=r"0.linear1 is inside 0, a Trans.*fast path.*keep=…"):
+                loka.apply_plan(model, plan)
+            assert loka.apply_plan(model, plan, on_missing="high_precision").sites == ()
+        else:
+            loka.apply_plan(model, plan)
+            assert not torch.allclose(model(x), plain, rtol=0, atol=1e-4)  # it runs on its kernel
+    training = plan_for(model, {"0.linear1": SiteKernels.same("reference.rowwise")})
+    loka.restore(model)
+    assert loka.apply_plan(model, training).sites == ("0.linear1",)
 
 
 def test_sharded_models_are_refused() -> None:

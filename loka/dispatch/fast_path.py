@@ -1,0 +1,23 @@
+"""Sites that torch passes by when it serves: an encoder layer in eval mode reads their weights itself, without calling them."""
+
+from torch import nn
+
+from loka.dispatch.differences import linear_sites
+
+
+def passed_by(model: nn.Module) -> dict[str, str]:
+    """The sites whose stand-ins would not run without gradients in eval mode, with the reason."""
+    layers = {name: module for name, module in model.named_modules() if _has_fast_path(module)}
+    inside = {id(part): name for name, layer in layers.items() for part in layer.modules()}
+    return {
+        site: f"is inside {inside[id(module)]}, a TransformerEncoderLayer, which serves by torch's fast path: that reads "
+        f"the weight without calling the layer"
+        for site, module in linear_sites(model).items()
+        if id(module) in inside
+    }
+
+
+def _has_fast_path(module: nn.Module) -> bool:
+    if not isinstance(module, nn.TransformerEncoderLayer) or type(module).forward is not nn.TransformerEncoderLayer.forward:
+        return False
+    return bool(module.self_attn.batch_first and module.activation_relu_or_gelu)
