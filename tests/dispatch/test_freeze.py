@@ -60,9 +60,7 @@ def test_a_site_that_torch_serves_past_keeps_its_weight() -> None:
     """An encoder layer's fast path reads the weights of its parts, whatever stands in their place."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), nn.Linear(32, 32))
-    loka.apply_plan(
-        model, plan_for(model, dict.fromkeys(("0.linear1", "0.linear2", "1"), SiteKernels.same("reference.rowwise")))
-    )
+    loka.apply_plan(model, plan_for(model, dict.fromkeys(("0.linear1", "0.linear2", "1"), ROWWISE)))
     report = loka.freeze(model, drop_high_precision=True)
     assert report.sites == ("1",)
     assert model(torch.randn(3, 5, 32)).shape == (3, 5, 32)
