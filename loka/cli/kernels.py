@@ -6,6 +6,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from loka.cli.shapes import parse_shape
 from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
@@ -108,4 +109,4 @@ def _measured_table(rows: "list[GemmMeasurement]", baseline: str, title: str) ->
 
 def _print_reasons(out: Console, refusals: list[tuple[str, Role | None, str]]) -> None:
     for names, reason in grouped_reasons(refusals):
-        out.print(f"[bold]not here:[/] {names}\n    {reason}")
+        out.print(Text.assemble(("not here:", "bold"), f" {names}\n    {reason}"))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 from rich.table import Table
+from rich.text import Text
 
 from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
 from loka.core.gemm import Role
@@ -22,7 +23,7 @@ def plan(
     keep: Annotated[
         list[str] | None, Parameter(help="Sites, modules or patterns that stay in high precision.", consume_multiple=True)
     ] = None,
-    site: Annotated[str | None, Parameter(help="Print everything about one site: each choice and refusal.")] = None,
+    site: Annotated[str | None, Parameter(help="Print each choice and refusal of one site, and write no file.")] = None,
 ) -> None:
     """Choose the fastest kernels that are accurate enough, from the survey in RUN; writes RUN/plan.json.
 
@@ -34,17 +35,16 @@ def plan(
     from loka.planner.plan import make_plan
 
     made = make_plan(Survey.load(run), goal=goal, max_error=max_error, min_speedup=min_speedup, keep=keep or ())
-    chosen = None if site is None else _site(made, site)
-    path = made.save(run)
-    if chosen is not None:
-        _print_site(chosen)
+    if site is not None:
+        _print_site(_site(made, site))
         return
+    path = made.save(run)
     out = console()
     out.print(_table(made))
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
-        out.print(f"[bold]high precision:[/] {names}\n    {reason}", highlight=False)
+        out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {_total(made)}")
-    out.print(f"Next: loka report {run}, or loka train --plan {path}   (why not another kernel: loka plan {run} --site NAME)")
+    out.print(f"Next: loka report {run}, or loka train --plan {path}   (why not another kernel: the same with --site NAME)")
 
 
 def _table(made: "Plan") -> Table:
@@ -86,7 +86,7 @@ def _site(made: "Plan", name: str) -> "SitePlan":
 
 def _print_site(one: "SitePlan") -> None:
     out = console()
-    out.print(f"[bold]{one.site}[/] {one.k}×{one.n}: {one.reason}", highlight=False)
+    out.print(Text.assemble((one.site, "bold"), f" {one.k}×{one.n}: {one.reason}"))
     for role, choice in one.kernels.items():
         out.print(f"  {role}: {choice.kernel}: {choice.reason}", highlight=False)
     for names, reason in grouped_reasons((r.kernel, r.role, r.reason) for r in one.refused):

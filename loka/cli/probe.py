@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from loka.cli.tables import console, plain_table
 
@@ -58,8 +58,8 @@ def _print(record: "Record") -> None:
     out = console()
     out.print(_table(record))
     for finding in record.findings:
-        remedy = f" [bold]{finding.remedy}[/] mends it." if finding.remedy else ""
-        out.print(f"[bold]found at {escape(finding.site)}:[/] {escape(finding.message)}.{remedy}", highlight=False)
+        remedy = (" ", (finding.remedy, "bold"), " mends it.") if finding.remedy else ()
+        out.print(Text.assemble((f"found at {finding.site}:", "bold"), f" {finding.message}.", *remedy))
     for function, count in Counter(record.uncovered).items():
         out.print(f"not covered: {function}{f' ({count} times)' if count > 1 else ''}", highlight=False)
 

@@ -21,8 +21,8 @@ def plain_table(title: str, columns: list[str]) -> Table:
 
 
 def console() -> Console:
-    """Standard output; where it is no terminal, wide enough that tables are whole."""
-    return Console(width=None if sys.stdout.isatty() else 140)
+    """Standard output; where it is no terminal, wide enough that tables are whole. Brackets are text: a pattern, a shape."""
+    return Console(width=None if sys.stdout.isatty() else 140, markup=False)
 
 
 def microseconds(time_us: float) -> str:

@@ -22,24 +22,27 @@ def surveyed(tmp_path: Path) -> Path:
 
 
 def test_it_prints_the_table_writes_the_plan_and_names_the_next_command(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
-    run(f"plan {surveyed} --goal serving --max-error 0.15 --min-speedup 1.1 --keep mlp.1")
+    run(f"plan {surveyed} --goal serving --max-error 0.15 --min-speedup 1.1 --keep ml[a-p].1")
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if "mlp.0" in line)
     assert line.split() == ["mlp.0", "64×32", "a.one", "0.090", "10.0", "100.0", "10.00"]
-    assert "kept in high precision by keep='mlp.1'" in text
+    assert "kept in high precision by keep='ml[a-p].1'" in text
     assert "1 of 3 sites in low precision, 1.43× over all sites" in " ".join(text.split())
     assert "Next: loka report" in text
     assert "loka train --plan" in text
     document = Plan.load(surveyed).document
-    assert (document.goal, document.min_speedup, document.keep) == (Goal.SERVING, 1.1, ("mlp.1",))
+    assert (document.goal, document.min_speedup, document.keep) == (Goal.SERVING, 1.1, ("ml[a-p].1",))
     assert document.max_error[Role.FPROP] == 0.15
 
 
-def test_it_explains_one_site(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+def test_it_explains_one_site_and_leaves_the_plan_as_it_is(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    run(f"plan {surveyed} --goal serving")
+    capsys.readouterr()
     run(f"plan {surveyed} --site out")
     text = " ".join(capsys.readouterr().out.split())
     assert "out 64×32: a prediction head, and heads stay in high precision" in text
     assert "not a.one (fprop): a prediction head" in text
+    assert Plan.load(surveyed).document.goal is Goal.SERVING
     with pytest.raises(UnknownName, match=r"no site is called 'ou'\. Did you mean 'out'"):
         run(f"plan {surveyed} --site ou")
 
