@@ -59,6 +59,8 @@ class BlockCandidate(Struct, frozen=True):
     activation: str | None
     why_not: str | None = None
     error: dict[Role, dict[str, Estimate]] = {}
+    flushed: float = 0.0  # as a Candidate's in fprop, by its own casts of x and w
+    silenced: float = 0.0
     input_cast_us: Times = {}  # paid where the module in front hands on no FP8
     training_cast_us: Times = {}  # the same in training, where wgrad reads the input transposed
     forward_us: Times = {}  # serving: nothing saved

@@ -19,14 +19,14 @@ from loka.core.recipe import Format, Scaling
 from loka.core.record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block, room_to_compile
-from loka.measure.error import MOST_SAMPLES, OptionError, draw_tensors, require_device, usual_rows
+from loka.measure.error import LOST_SAMPLES, MOST_SAMPLES, OptionError, draw_tensors, require_device, usual_rows
 from loka.measure.parts import told
 from loka.measure.timing import copies_past_cache, time_together
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import format_of, torch_dtype
-from loka.numerics.metrics import measure_error
+from loka.numerics.metrics import flushed_share, measure_error, saturated_share, silenced_share
 from loka.numerics.scaling import dequantize, quantize
 
 
@@ -70,6 +70,8 @@ class Blocks:
             with autocast_for(block, torch_dtype(self._dtype)):
                 got = _outputs(block, block.weight, tensors.x, tensors.dy)
             expected = exact.outputs(tensors.x, tensors.dy)
+            if index < LOST_SAMPLES:
+                errors[Role.FPROP].add_lost(*_lost(tensors.x, block.weight.detach()))
             for role, error in errors.items():
                 error.samples.add(measure_error(got[role], expected[role], role))
         return errors
@@ -112,6 +114,14 @@ def _cast(tensor: Tensor) -> Tensor:
     return dequantize(quantize(tensor, Format.E4M3, Scaling.ROWWISE), torch.float64)
 
 
+def _lost(x_MK: Tensor, weight_NK: Tensor) -> tuple[float, float, float]:
+    """The shares of values that the casts flush and saturate, the larger of both operands', and of x's features silenced."""
+    (x, x_cast), (w, w_cast) = ((tensor, quantize(tensor, Format.E4M3, Scaling.ROWWISE)) for tensor in (x_MK, weight_NK))
+    flushed = max(flushed_share(x, x_cast).item(), flushed_share(w, w_cast).item())
+    saturated = max(saturated_share(x, x_cast).item(), saturated_share(w, w_cast).item())
+    return flushed, saturated, silenced_share(x, x_cast).item()
+
+
 def is_fused(site: SiteRecord, dtype: Format, device: torch.device) -> bool:
     """Whether the fused kernel takes the site, with what follows it, on this device."""
     if not site.norm and not site.activation:
@@ -146,6 +156,8 @@ def _candidate(site: SiteRecord, errors: dict[Role, OptionError], times: dict[in
         norm=site.norm,
         activation=site.activation,
         error={role: error.estimates() for role, error in errors.items()},
+        flushed=errors[Role.FPROP].flushed,
+        silenced=errors[Role.FPROP].silenced,
         input_cast_us=of("input_cast"),
         training_cast_us=of("training_cast"),
         forward_us=of("forward", without="input_cast"),

@@ -11,7 +11,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
 from loka.core.recipe import Format
-from loka.core.survey import Candidate
+from loka.core.survey import BlockCandidate, Candidate
 
 METRIC = "mere_floored"
 MAX_ERROR = 0.2
@@ -39,14 +39,19 @@ class Limits:
         return None
 
 
-def why_deaf(candidate: Candidate) -> str | None:
+def why_deaf(candidate: Candidate | BlockCandidate) -> str | None:
     """Why a cast of x loses too much to be used, whatever the error of the output is."""
     if candidate.silenced > MAX_SILENCED:
         return f"its cast of x flushes {candidate.silenced:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
-    is_floating = not candidate.recipe.startswith(Format.INT8)
-    if candidate.role is Role.FPROP and is_floating and candidate.flushed > MAX_FLUSHED:
+    if _is_fp8_fprop(candidate) and candidate.flushed > MAX_FLUSHED:
         return f"its casts flush {candidate.flushed:.0%} of the values to zero, over {MAX_FLUSHED:.0%}"
     return None
+
+
+def _is_fp8_fprop(candidate: Candidate | BlockCandidate) -> bool:
+    if isinstance(candidate, BlockCandidate):
+        return True
+    return candidate.role is Role.FPROP and not candidate.recipe.startswith(Format.INT8)
 
 
 def check_limits(goal: Goal | str, max_error: float | Mapping[Role, float], min_speedup: float) -> Limits:

@@ -126,7 +126,7 @@ def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], 
     for block in site.blocks:
         option = _block_option(site, block, limits.goal)
         errors = (limits.why_not(role, block.error.get(role, {})) for role in ROLES[limits.goal])
-        why = block.why_not or next((error for error in errors if error), None)
+        why = block.why_not or next((error for error in errors if error), None) or why_deaf(block)
         if option is None or why:
             refused.append(Refusal(block.kernel, why or "was not timed here"))
         else:

@@ -70,6 +70,20 @@ def test_gradients_are_exact_where_the_forward_casts_led(monkeypatch: pytest.Mon
     assert all(block.error[role]["mere_floored"].mean > 0.2 for role in (Role.DGRAD, Role.WGRAD))
 
 
+def test_what_its_casts_lose_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One feature 2¹⁶ times as large as the other seven takes e4m3's whole range: every value of those becomes zero."""
+    monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
+    monkeypatch.setattr(Blocks, "_time", lambda *_: dict.fromkeys(TIMED, 1.0))
+
+    def draw(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(rows, 8)
+        x[:, 0] = 2.0**20
+        return x, torch.randn(rows, 8, generator=generator)
+
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", torch.ones(8, 8), draw, **WITHOUT_NORM), [32])
+    assert (block.flushed, block.silenced) == (pytest.approx(7 / 8), pytest.approx(7 / 8))
+
+
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
     monkeypatch.setattr(Blocks, "_error", lambda self, site, block: 1 / 0)

@@ -119,6 +119,17 @@ def test_a_kernel_of_the_site_that_saves_more_wins_over_its_block() -> None:
     assert [r.reason for r in better.refused] == ["the block triton.block saves 100 µs a step"]
 
 
+@pytest.mark.parametrize(
+    ("lost", "why"), [({"flushed": 0.03}, "flush 3% of the values"), ({"silenced": 0.1}, "10% of the feat")]
+)
+def test_a_block_whose_casts_lose_too_much_is_refused(lost: dict[str, float], why: str) -> None:
+    (planned,) = loka.make_plan(survey(one("a", 100.0, block(20.0, 150.0, **lost)))).sites
+    assert planned.block is None
+    assert why in next(refusal.reason for refusal in planned.refused if refusal.kernel == "triton.block")
+    (planned,) = loka.make_plan(survey(one("a", 100.0, block(20.0, 150.0, flushed=0.01, silenced=0.04)))).sites
+    assert planned.block is not None
+
+
 def test_a_block_that_cannot_run_says_why() -> None:
     plan = loka.make_plan(survey(one("a", 100.0, BlockCandidate("triton.block", "norm", None, why_not="no Triton here"))))
     assert [r.reason for r in plan.sites[0].refused if r.role is None] == ["no Triton here"]
