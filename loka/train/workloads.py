@@ -87,7 +87,7 @@ def _built_in(name: str, options: BuiltInOptions) -> Workload:
             logits_B = model(batch)
         return F.binary_cross_entropy_with_logits(logits_B, batch.label_B)
 
-    return Workload(model, Stream(data, options.batch_size or BATCH_SIZE), loss)
+    return Workload(model, Stream(data, BATCH_SIZE if options.batch_size is None else options.batch_size), loss)
 
 
 def _own(name: str) -> Workload:

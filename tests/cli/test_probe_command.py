@@ -161,6 +161,11 @@ def test_a_bad_workload_is_refused_with_a_reason(own: str, function: str, messag
     assert not Path("run").exists()
 
 
+def test_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="batch_size is 0: it must be 1 or more"):
+        run(f"probe wukong-tiny@synthetic -o {tmp_path} --batch-size 0 --device cpu")
+
+
 def test_a_missing_module_and_one_that_imports_a_missing_one_are_told_apart(own: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"there is no module 'not_there.at_all'"):
         run("probe not_there.at_all:workload")
