@@ -63,7 +63,6 @@ AnyTrial = Trial | BlockTrial
 
 class Answer(msgspec.Struct, frozen=True):
     why_not: str | None = None  # the failure's message
-    tried: bool = True  # else the child knows no such kernel
     broken: bool = False  # nothing else will run in that child
 
 

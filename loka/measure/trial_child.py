@@ -20,7 +20,7 @@ from loka.numerics.formats import torch_dtype
 def run(trial: AnyTrial) -> Answer:
     """The answer to one line: everything that will be timed, run once on normal values and waited for."""
     if isinstance(trial, Trial) and not _is_known(trial):
-        return Answer(tried=False)
+        return Answer()  # not tried, for the reason that try_kernels gives
     device = torch.device(trial.device)
     try:
         _run_block(trial.shape, device) if isinstance(trial, BlockTrial) else _run_kernel(trial, device)

@@ -105,15 +105,15 @@ class ErrorSamples:
     def add(self, report: ErrorReport) -> None:
         self._reports.append(report)
 
-    def estimate(self, metric: str, confidence: float = 0.95) -> Estimate:
-        """The mean of one metric over the samples so far, with its confidence interval."""
+    def estimate(self, metric: str) -> Estimate:
+        """The mean of one metric over the samples so far, with its 95 % interval."""
         if metric not in METRICS:
             raise InvalidInput(f"no error metric is called {metric!r}; known: {', '.join(METRICS)}")
-        return estimate_mean([getattr(report, metric) for report in self._reports], confidence)
+        return estimate_mean([getattr(report, metric) for report in self._reports])
 
-    def summary(self, confidence: float = 0.95) -> dict[str, Estimate]:
+    def summary(self) -> dict[str, Estimate]:
         """``estimate`` of every metric, by name."""
-        return {metric: self.estimate(metric, confidence) for metric in METRICS}
+        return {metric: self.estimate(metric) for metric in METRICS}
 
     def tight(self, metric: str, relative: float) -> bool:
         """Whether the 95 % interval of ``metric`` reaches no further than ``relative``·|mean| to either side."""

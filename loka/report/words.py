@@ -29,8 +29,8 @@ def times_faster(speedup: float) -> str:
     return f"{speedup:.2f}×" if speedup < 10 else f"{speedup:.1f}×"
 
 
-def percent(fraction: float, digits: int = 0) -> str:
-    return f"{100 * fraction:.{digits}f}{NBSP}%".replace("-", MINUS)
+def percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f}{NBSP}%".replace("-", MINUS)
 
 
 def change_percent(change: Estimate) -> str:

@@ -166,12 +166,11 @@ def test_samples_tell_when_their_mean_is_known_well_enough():
     assert samples.tight("relative_rms", relative=0.0)  # every sample the same
 
 
-def test_one_sample_is_never_tight_and_wider_confidence_is_wider():
+def test_one_sample_is_never_tight():
     samples = ErrorSamples()
     samples.add(ErrorReport(0.4, 0.08, 0.037, math.inf))
     assert not samples.tight("mere_floored", relative=1e9)
     samples.add(ErrorReport(0.5, 0.09, 0.038, math.inf))
-    assert samples.summary(0.99)["mere"].high > samples.summary(0.9)["mere"].high
     assert samples.estimate("sqnr_db").low == math.inf
 
 
