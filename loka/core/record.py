@@ -63,11 +63,12 @@ class SiteFacts:
     producer: str | None = None  # the site whose block feeds this one and nothing else
     bias_norms: tuple[float, ...] = ()  # ‖b‖ at even intervals of the run, the oldest first
     notes: tuple[str, ...] = ()
+    weight_format: Format = Format.FP32  # what the model keeps the weight in
 
 
 @dataclass(frozen=True)
 class SiteRecord(SiteFacts):
-    """One linear layer: the facts, its weight when the Record was taken, and the statistics of its x and dy."""
+    """One linear layer: the facts, its weight when the Record was taken, and the statistics of its x and dy; all in FP32."""
 
     weight_NK: "Tensor" = field(kw_only=True)
     bias_N: "Tensor | None" = field(kw_only=True)

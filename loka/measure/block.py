@@ -25,7 +25,7 @@ from loka.measure.timing import copies_past_cache, time_together
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
-from loka.numerics.formats import format_of, torch_dtype
+from loka.numerics.formats import torch_dtype
 from loka.numerics.metrics import flushed_share, measure_error, saturated_share, silenced_share
 from loka.numerics.scaling import dequantize, quantize
 
@@ -132,7 +132,7 @@ def is_fused(site: SiteRecord, dtype: Format, device: torch.device) -> bool:
 
 def block_shape(site: SiteRecord, m: int, dtype: Format) -> BlockShape:
     kinds = (site.norm_kind if site.norm else None, site.activation_kind if site.activation else None)
-    return BlockShape(SiteShape(m, site.k, site.n), dtype, format_of(site.weight_NK.dtype), site.has_bias, *kinds)
+    return BlockShape(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds)
 
 
 def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:

@@ -44,9 +44,10 @@ def build_block(shape: BlockShape, weight_NK: Tensor, bias_N: Tensor | None, dev
         if isinstance(part, str):
             return part
     linear = nn.Linear(shape.site.k, shape.site.n, bias=bias_N is not None, device="meta")
-    linear.weight = nn.Parameter(weight_NK.detach().clone())
+    stored = torch_dtype(shape.weight_dtype)
+    linear.weight = nn.Parameter(weight_NK.detach().to(stored, copy=True))
     if bias_N is not None:
-        linear.bias = nn.Parameter(bias_N.detach().clone())
+        linear.bias = nn.Parameter(bias_N.detach().to(stored, copy=True))
     return FusedBlock.from_modules(linear, norm, activation).to(device)  # pyrefly: ignore[bad-argument-type]
 
 
@@ -63,10 +64,9 @@ def _built(kind: str | None, n_features: int | None) -> nn.Module | str | None:
 
 def random_block(shape: BlockShape, device: torch.device) -> FusedBlock | str:
     """The block with normal weights."""
-    n, k, dtype = shape.site.n, shape.site.k, torch_dtype(shape.weight_dtype)
+    n, k = shape.site.n, shape.site.k
     weight_NK = torch.randn(n, k, device=device) * k**-0.5
-    bias_N = torch.zeros(n, device=device, dtype=dtype) if shape.has_bias else None
-    return build_block(shape, weight_NK.to(dtype), bias_N, device)
+    return build_block(shape, weight_NK, torch.zeros(n, device=device) if shape.has_bias else None, device)
 
 
 def autocast_for(block: FusedBlock, dtype: torch.dtype) -> AbstractContextManager[object]:

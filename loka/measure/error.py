@@ -111,7 +111,7 @@ def draw_tensors(
     generator = torch.Generator(device).manual_seed(zlib.crc32(site.name.encode()))
     rows = sample_rows(site, n_options, device)
     features = {transform: vector_of(site, transform).to(device) for transform in {*transforms} - {Transform.NONE}}
-    weight = site.weight_NK.detach().to(device)
+    weight = site.weight_NK.detach().to(device, torch_dtype(site.weight_format))
     while True:
         x, dy = site.sample(rows, generator)
         x, dy = (None if tensor is None else tensor.to(device, torch_dtype(dtype)) for tensor in (x, dy))

@@ -21,7 +21,7 @@ from loka.kernels.operand import Form
 from loka.measure.error import require_device
 from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled, told
 from loka.measure.timing import Candidate, time_together
-from loka.numerics.formats import format_of, torch_dtype
+from loka.numerics.formats import torch_dtype
 
 ROUNDS = {"cuda": 11, "cpu": 9}
 BUDGET_S = 0.5  # of one part: a slow product on a CPU is timed a few times only
@@ -40,7 +40,7 @@ class TimedShape:
 
     @classmethod
     def of(cls, site: SiteRecord, m: int, dtype: Format) -> "TimedShape":
-        return cls(SiteShape(m, site.k, site.n), dtype, format_of(site.weight_NK.dtype), site.has_bias)
+        return cls(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias)
 
 
 class Speeds:

@@ -226,6 +226,7 @@ class Probe:
             producer=producers.get(name),
             bias_norms=self._bias_norms[name].numbers() if name in self._bias_norms else (),
             notes=notes,
+            weight_format=format_of(module.weight.dtype),
             weight_NK=_copy(module.weight),
             bias_N=None if module.bias is None else _copy(module.bias),
             statistics={key: _on_cpu(statistic) for key, statistic in statistics.items()},

@@ -16,7 +16,7 @@ from loka.core.errors import InvalidInput, UnknownName
 from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.progress import Silent
 from loka.core.recipe import Format, Transform
-from loka.core.record import Finding
+from loka.core.record import Finding, Record
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
 from loka.measure.survey import measure
@@ -85,6 +85,20 @@ def test_casts_of_two_roles_are_timed_together() -> None:
         ):
             if a.role != b.role and a_source.tensor is b_source.tensor:
                 assert (a_source.tensor, tuple(sorted((a_form, b_form)))) in timed
+
+
+@pytest.mark.parametrize("is_stored_in_bf16", [False, True])
+def test_a_weight_stored_in_bf16_is_read_as_it_is(is_stored_in_bf16: bool, tmp_path: Path) -> None:
+    """Under autocast bf16 reads a cast of the weight in every step; a model kept in bf16 has none to pay for."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1))
+    model = model.bfloat16() if is_stored_in_bf16 else model
+    probe = loka.Probe(model, every=1)
+    with probe.step(), torch.autocast("cpu", torch.bfloat16, enabled=not is_stored_in_bf16):
+        model(torch.randn(64, 32).to(model[0].weight.dtype)).float().square().mean().backward()
+    probe.record().save(tmp_path)
+    site = measure(Record.load(tmp_path), kernels=["torch.bf16"]).sites[0]
+    assert site.baseline == "torch.bf16"
+    assert any(cast.tensor is TensorName.W for cast in site.casts) is not is_stored_in_bf16
 
 
 def test_without_names_it_takes_what_the_machine_has() -> None:
