@@ -54,8 +54,8 @@ def watch(
     seen = Watch()
     chosen = functools.cache(lambda m: choose_rows(m, rows, generator))
     handles = [model.register_forward_pre_hook(_example_hook(seen), with_kwargs=True)]
-    handles += [site.register_forward_hook(_site_hook(seen, name, chosen)) for name, site in sites.items()]
-    weights = {name: weight for name, weight in _own_weights(sites).items() if name in with_dw}
+    handles += [site.register_forward_hook(_site_hook(seen, name, chosen), with_kwargs=True) for name, site in sites.items()]
+    weights = {name: weight for name, weight in _own_weights(model, sites).items() if name in with_dw}
     handles += [weight.register_hook(_weight_hook(seen, name)) for name, weight in weights.items()]
     try:
         yield seen
@@ -66,10 +66,11 @@ def watch(
             weight._backward_hooks = weight._backward_hooks or None  # an empty table would be a trace of ours
 
 
-def _own_weights(sites: Mapping[str, nn.Linear]) -> dict[str, nn.Parameter]:
-    """The weights that are trained and no other site's: the gradient of a shared one is not made of one site's rows."""
+def _own_weights(model: nn.Module, sites: Mapping[str, nn.Linear]) -> dict[str, nn.Parameter]:
+    """The weights that are trained and no other module's, site or embedding: the gradient of a shared one is not made of one
+    site's rows."""
     weights = {name: weight for name, site in sites.items() if (weight := site._parameters.get("weight")) is not None}
-    holders = Counter(id(weight) for weight in weights.values())
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     return {name: weight for name, weight in weights.items() if weight.requires_grad and holders[id(weight)] == 1}
 
 
@@ -92,8 +93,9 @@ def _example_hook(seen: Watch) -> Any:
 
 
 def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
-    def hook(module: nn.Linear, args: tuple[Tensor, ...], y: Tensor) -> None:
-        x_MK = args[0].detach().reshape(-1, module.in_features)
+    def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
+        x = args[0] if args else kwargs["input"]
+        x_MK = x.detach().reshape(-1, module.in_features)
         m = x_MK.shape[0]
         if not m:
             return

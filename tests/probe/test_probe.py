@@ -63,6 +63,30 @@ def test_the_gradient_of_a_shared_or_a_frozen_weight_is_nobodys() -> None:
         assert site.sample(8, torch.Generator())[1].shape == (8, 6)
 
 
+class TiedEmbedding(nn.Module):
+    """Scores of items by the very vectors that they are looked up with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.scores = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+        self.scores.weight = self.items.weight
+
+    def forward(self, item_M: Tensor) -> Tensor:
+        return self.scores(self.items(item_M)).square().sum()
+
+
+def test_the_gradient_of_a_weight_that_is_an_embedding_too_is_nobodys() -> None:
+    site = probe_steps(TiedEmbedding(), lambda model: model(torch.arange(10))).sites["scores"]
+    assert site.statistics["gradients"].tensors["steps"] == 0
+    assert not site.statistics["gradients"].tensors["dw_NK"].any()
+
+
+def test_an_input_by_its_name_is_seen() -> None:
+    x_MK = torch.randn(8, 4)
+    site = probe_steps(nn.Linear(4, 2), lambda model: model(input=x_MK).sum()).sites[""]
+    torch.testing.assert_close(site.mean_K, x_MK.mean(0))
+
+
 def test_one_step_in_every_so_many_is_sampled() -> None:
     model = nn.Linear(4, 2)
     probe = loka.Probe(model, every=3)
