@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -18,7 +18,9 @@ def model(
     models: Annotated[list[str] | None, Parameter(help="All four if not given.", consume_multiple=True)] = None,
     presets: Annotated[list[str] | None, Parameter(help="base and large if not given.", consume_multiple=True)] = None,
     batch_sizes: Annotated[list[int] | None, Parameter(help="2048 6144 12288 if not given.", consume_multiple=True)] = None,
-    goals: Annotated[list[str] | None, Parameter(help="training and serving if not given.", consume_multiple=True)] = None,
+    goals: Annotated[
+        list[Literal["training", "serving"]] | None, Parameter(help="Both if not given.", consume_multiple=True)
+    ] = None,
     arms: Annotated[list[str] | None, Parameter(help="Ways to run a model; all if not given.", consume_multiple=True)] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     timed_steps: Annotated[int, Parameter(help="Steps of each arm that are timed.")] = 20,
@@ -41,6 +43,7 @@ def model(
     from loka.core.errors import UnknownName
     from loka.core.plan import Goal
     from loka.core.results import GatheredResults
+    from loka.kernels.contract import KERNELS
     from loka.kernels.device import device_named, device_of
     from loka.models.registry import MODELS
     from loka.train.model_arms import ARMS, BASELINE
@@ -51,6 +54,8 @@ def model(
     wanted = arms or list(ARMS)
     if unknown := [name for name in wanted if name not in ARMS]:
         raise UnknownName(f"no arm is called {unknown[0]!r}. Known: {', '.join(ARMS)}")
+    for kernel in kernels or ():
+        KERNELS.get(kernel)  # or its absence would be written down as the failure of an arm
     gathered = GatheredResults(out, "model", current_environment(device_of(where)), current_command(), results)
     bench = ModelBench(where, timed_steps=timed_steps, surveys=surveys, kernels=kernels)
     begin = time.monotonic()

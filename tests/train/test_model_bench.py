@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from cyclopts import CoercionError
 
+from loka.cli import app
 from loka.core.environment import current_environment
+from loka.core.errors import UnknownName
 from loka.core.plan import Goal
 from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
@@ -52,6 +55,20 @@ def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
     kept = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path).measure(cell, [ARMS["loka"]]))
     assert "sites" in measured["loka"]["did"]
     assert kept["loka"]["did"] == measured["loka"]["did"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--goals serve", "serve"),
+        ("--kernels torch.rowise", "did you mean 'torch.rowwise'"),
+        ("--arms loca", "no arm is called"),
+    ],
+)
+def test_a_name_that_is_wrong_is_told_before_anything_is_written(tmp_path, words, message):
+    with pytest.raises((UnknownName, CoercionError), match=f"(?i){message}"):
+        app(f"bench model {words} --device cpu --out {tmp_path}", exit_on_error=False, print_error=False)
+    assert not list(tmp_path.iterdir())
 
 
 class TestEverywhere:
