@@ -184,8 +184,9 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
     seen: dict[str, _Seen] = {}
 
     def watch(site: str) -> "torch.utils.hooks.RemovableHandle":
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            x_MK = args[0].detach().reshape(-1, args[0].shape[-1])
+        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+            x = args[0] if args else kwargs["input"]
+            x_MK = x.detach().reshape(-1, x.shape[-1])
             if not x_MK.shape[0]:
                 return
             picked = _pick(x_MK, rows, generator)
@@ -193,7 +194,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
             if output.requires_grad:
                 output.register_hook(lambda dy: setattr(now, "dy_RN", dy.detach().reshape(-1, dy.shape[-1])[picked].float()))
 
-        return sites[site].module.register_forward_hook(hook)
+        return sites[site].module.register_forward_hook(hook, with_kwargs=True)
 
     handles = [watch(site) for site in sites]
     try:

@@ -72,6 +72,13 @@ def test_it_trips_within_two_checks_and_returns_the_site_once(caplog: pytest.Log
     assert type(model.top[0]) is nn.Linear
 
 
+def test_it_sees_inputs_that_are_given_by_name() -> None:
+    model, guard = guarded(every=1)
+    with guard.step():
+        model.bottom(input=drifted(batch(100)))
+    assert [event.site for event in guard.events] == ["bottom"]
+
+
 def test_what_a_dynamic_scale_takes_in_its_stride_trips_nothing() -> None:
     model, guard = guarded(every=1)
     run(model, guard, [1000 * batch(100, 7), 0.001 * batch(100, 8)])
