@@ -1,5 +1,6 @@
 """The files of a run: ``metrics.jsonl``, ``checkpoints/`` and ``summary.json`` in one folder, consistent after any kill."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ import msgspec
 
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import atomic_write
+from loka.core.gemm import Role
 from loka.dispatch.guard import GuardEvent
 from loka.train.checkpoint import (
     SCHEMA,
@@ -34,10 +36,25 @@ class LogRow:
     given_back: tuple[GuardEvent, ...] = ()  # sites that returned to high precision since the line before
 
 
+class _GivenBack(msgspec.Struct):
+    """A GuardEvent as it was written: where data was not finite, its error is null."""
+
+    step: int
+    site: str
+    role: Role
+    error: float | None
+    recorded_error: float | None
+    bound: float
+
+    def event(self) -> GuardEvent:
+        error, recorded = (math.nan if value is None else value for value in (self.error, self.recorded_error))
+        return GuardEvent(self.step, self.site, self.role, error, recorded, self.bound)
+
+
 class _GuardedRow(msgspec.Struct):
     """The part of a line that a resumed run needs."""
 
-    given_back: tuple[GuardEvent, ...] = ()
+    given_back: tuple[_GivenBack, ...] = ()
 
 
 class RunFolder:
@@ -76,7 +93,7 @@ class RunFolder:
     def given_back(self) -> list[GuardEvent]:
         """All that the Guard has returned to high precision up to here."""
         lines = self.metrics_file.read_bytes().splitlines()
-        return [event for line in lines for event in msgspec.json.decode(line, type=_GuardedRow).given_back]
+        return [given.event() for line in lines for given in msgspec.json.decode(line, type=_GuardedRow).given_back]
 
     def append(self, row: LogRow) -> None:
         with self.metrics_file.open("ab") as file:

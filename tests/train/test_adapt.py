@@ -1,7 +1,8 @@
 """Mods and plans in a training run: applied before the optimizers, resumable to the same bits."""
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,16 @@ from loka.core.plan import Choice, Goal, Plan, PlanDocument, SitePlan
 from loka.core.recipe import Format
 from loka.data.batch import Batch
 from loka.data.dataset import open_dataset
+from loka.dispatch.guard import GuardEvent
 from loka.dispatch.planned import PlannedLinear
 from loka.kernels.device import device_of
 from loka.models.recommender import Recommender
 from loka.nn.block_norm import BlockNorm
 from loka.train.config import TrainConfig
 from loka.train.loop import train
+from loka.train.metrics import Metrics
 from loka.train.progress import Silent
+from loka.train.run_folder import LogRow, RunFolder
 
 
 def config(planted: str, **changes: object) -> TrainConfig:
@@ -124,6 +128,14 @@ class TestGuarded:
         assert planned_modules(resumed.model) == 0
         for name, value in straight.model.state_dict().items():
             assert torch.equal(value, resumed.model.state_dict()[name]), name
+
+    def test_what_was_not_finite_can_be_resumed_from(self, tmp_path):
+        folder, metrics = RunFolder(tmp_path), Metrics(*(1 for _ in fields(Metrics)))
+        event = GuardEvent(7, "top.0", Role.FPROP, error=math.nan, recorded_error=0.01, bound=0.3)
+        folder.append(LogRow(8, metrics, metrics, 1.0, (event,)))
+        (found,) = folder.given_back()
+        assert math.isnan(found.error)
+        assert replace(found, error=0.0) == replace(event, error=0.0)
 
     def test_without_a_record_or_by_request_nothing_watches(self, run):
         assert planned_modules(train(replace(run, guard_every=0, out=None)).model) >= 3
