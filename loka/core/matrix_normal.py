@@ -31,7 +31,8 @@ def matrix_normal_elements(n: int, k: int) -> int:
 
 
 def observe_weight(state: State | None, weight_NK: "Tensor", decay: float = DECAY) -> State:
-    """What is known after one more snapshot; FP32, on the weight's device. ``state`` is None before the first."""
+    """What is known after one more snapshot; FP32, on the weight's device. ``state`` is None before the first. Of a snapshot
+    with NaN or infinity, what was known."""
     import torch
 
     weight_NK = weight_NK.detach().float()
@@ -53,6 +54,8 @@ def observe_weight(state: State | None, weight_NK: "Tensor", decay: float = DECA
     variance = centered_NK.square().mean()
     if variance == 0:  # it does not train
         return updated
+    if not variance.isfinite():  # it diverged: what was known before is worth more than NaN
+        return state
     is_first = not state["v_KK"].any()
     u_NN = state["u_NN"].double()
     v_KK = variance * torch.eye(k, dtype=torch.float64, device=u_NN.device) if is_first else state["v_KK"].double()

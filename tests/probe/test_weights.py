@@ -85,6 +85,13 @@ def test_few_snapshots_of_a_long_weight_stay_finite() -> None:
     assert float(state["v_KK"].trace()) < 2 * 10
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_snapshot_that_is_not_finite_teaches_nothing(value: float) -> None:
+    known = learned(snapshots(*planted(), 5))
+    broken_NK = torch.ones(N, K).fill_diagonal_(value)
+    assert observe_weight(known, broken_NK) is known
+
+
 def test_a_merge_averages_by_the_number_of_snapshots() -> None:
     mean_NK, u_NN, v_KK = planted()
     a, b = (learned(snapshots(mean_NK, u_NN, v_KK, count, seed=count), decay=0.999) for count in (300, 100))
