@@ -1,5 +1,7 @@
 """A number over the time of a run, remembered in few places."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,4 +27,5 @@ class History:
             self._stride *= 2
 
     def numbers(self) -> tuple[float, ...]:
-        return tuple(torch.stack(self._values).tolist()) if self._values else ()
+        """Those that are finite: of a model that diverged, up to where it did."""
+        return tuple(filter(math.isfinite, torch.stack(self._values).tolist())) if self._values else ()

@@ -118,6 +118,27 @@ def test_a_record_is_taken_now_and_written_later(tmp_path: Path) -> None:
     probe.detach()
 
 
+def test_a_record_can_be_saved_behind_the_last_step_and_detach(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    probe = loka.Probe(model)
+    with probe.step():
+        model(torch.randn(8, 4)).sum().backward()
+    probe.detach()
+    assert Record.load(probe.save(tmp_path).result()).sites.keys() == {""}
+
+
+def test_the_record_of_a_model_that_diverged_comes_back(tmp_path: Path) -> None:
+    """JSON has no NaN, and the bias before it became one is what the findings speak of."""
+    model = nn.Linear(4, 2)
+    probe = loka.Probe(model, every=1)
+    for bias in (3.0, torch.nan, torch.inf):
+        with probe.step():
+            model(torch.randn(8, 4)).sum().backward()
+            nn.init.constant_(model.bias, bias)
+    path = probe.record().save(tmp_path)
+    assert Record.load(path).sites[""].bias_norms == pytest.approx((3.0 * 2**0.5,))
+
+
 def test_a_save_that_fails_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
     model = make_model()
     probe = loka.Probe(model)
