@@ -27,8 +27,8 @@ def reference_of(dy_RN: "Tensor") -> "Tensor":
 
     unit_RN = _divided(dy_RN, dy_RN.abs().amax(1, keepdim=True))
     unit_RN = _divided(unit_RN, torch.linalg.vector_norm(unit_RN, dim=1, keepdim=True))
-    size_N = _divided(unit_RN.abs().sum(0), (unit_RN != 0).sum(0))
-    sign_N = torch.where(_main_direction(unit_RN) < 0, -1.0, 1.0)
+    size_N = _divided(unit_RN.abs().sum(0), (unit_RN != 0).sum(0, dtype=unit_RN.dtype))
+    sign_N = sign_of(_main_direction(unit_RN))
     rms = size_N.square().mean().sqrt()
     size_N = torch.where(rms > 0, _divided(size_N, rms), 1.0).clamp(min=LEAST_REFERENCE)
     return size_N * sign_N * sign_N[size_N.argmax()]
@@ -36,9 +36,7 @@ def reference_of(dy_RN: "Tensor") -> "Tensor":
 
 def split_rows(dy_RN: "Tensor", reference_N: "Tensor") -> "tuple[Tensor, Tensor]":
     """u_RN and e_R; both 0 where a row is."""
-    import torch
-
-    e_R = strength(dy_RN, reference_N) * torch.where(dy_RN @ reference_N < 0, -1.0, 1.0)
+    e_R = strength(dy_RN, reference_N) * sign_of(dy_RN @ reference_N)
     return _divided(dy_RN, e_R[:, None]), e_R
 
 
@@ -62,6 +60,11 @@ def _main_direction(unit_RN: "Tensor") -> "Tensor":
     if outputs <= rows:
         return torch.linalg.eigh((unit_RN.t() @ unit_RN).double()).eigenvectors[:, -1].float()
     return unit_RN.t() @ torch.linalg.eigh((unit_RN @ unit_RN.t()).double()).eigenvectors[:, -1].float()
+
+
+def sign_of(values: "Tensor") -> "Tensor":
+    """1 for 0 too: a number without a sign would be none at all."""
+    return 1 - 2 * (values < 0).to(values.dtype)
 
 
 def _divided(values: "Tensor", by: "Tensor") -> "Tensor":

@@ -31,7 +31,7 @@ class Latent:
         device = generator.device
 
         def normal(*shape: int) -> "Tensor":
-            return torch.randn(shape, generator=generator, device=device)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
 
         factors = {name: factor.to(device) for name, factor in self.factors.items()}
         if "factor_DD" in factors:

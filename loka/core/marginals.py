@@ -38,7 +38,7 @@ def _shares(levels: int, device: "torch.device") -> "tuple[Tensor, Tensor]":
     """Of a standard normal distribution, the share that each level stands for, and the share before it."""
     import torch
 
-    score_L = torch.linspace(-REACH, REACH, levels, device=device)
+    score_L = torch.linspace(-REACH, REACH, levels, dtype=torch.float32, device=device)
     edges = torch.special.ndtr((score_L[1:] + score_L[:-1]) / 2)
     begin_L = torch.cat([edges.new_zeros(1), edges])
     return torch.diff(begin_L, append=edges.new_ones(1)), begin_L
@@ -49,7 +49,7 @@ def _positions(levels: int, rows: int, device: "torch.device") -> "tuple[Tensor,
     """Between which two of so many sorted rows each level lies, and how far along."""
     import torch
 
-    probability_L = torch.special.ndtr(torch.linspace(-REACH, REACH, levels, device=device))
+    probability_L = torch.special.ndtr(torch.linspace(-REACH, REACH, levels, dtype=torch.float32, device=device))
     position_L = (probability_L * rows - 0.5).clamp(0, rows - 1)
     below_L = position_L.long()
     return below_L, (below_L + 1).clamp(max=rows - 1), (position_L - below_L)[:, None]
@@ -62,7 +62,7 @@ def quantiles_of(rows_RD: "Tensor", levels: int) -> State:
     rows = rows_RD.shape[0]
     sorted_RD = _sorted(rows_RD.t().contiguous()).t()
     below_L, above_L, part_L1 = _positions(levels, rows, rows_RD.device)
-    count = torch.tensor(float(rows), dtype=torch.float64)
+    count = torch.tensor(float(rows), dtype=torch.float64, device="cpu")
     return {
         "values_LD": sorted_RD[below_L].lerp(sorted_RD[above_L], part_L1),
         "count": count,

@@ -57,7 +57,7 @@ def moments_of(rows_RD: "Tensor", form: Covariance) -> State:
 
     mean_D = rows_RD.mean(0)
     centered_RD = rows_RD - mean_D
-    state = {"count": torch.tensor(float(rows_RD.shape[0]), dtype=torch.float64), "mean_D": mean_D}
+    state = {"count": torch.tensor(float(rows_RD.shape[0]), dtype=torch.float64, device="cpu"), "mean_D": mean_D}
     if form is Covariance.FULL:
         return {**state, "scatter_DD": centered_RD.t() @ centered_RD}
     if form is Covariance.BLOCKS:
@@ -78,7 +78,7 @@ def add_rows(state: State, rows_RD: "Tensor", fade: float = 1.0) -> State:
     mean_D = rows_RD.mean(0)
     centered_RD = rows_RD - mean_D.lerp(state["mean_D"], (before / count) ** 0.5)
     joined = {
-        "count": torch.tensor(count, dtype=torch.float64),
+        "count": torch.tensor(count, dtype=torch.float64, device="cpu"),
         "mean_D": state["mean_D"].lerp(mean_D, rows / count),
     }
     if "scatter_DD" in state:

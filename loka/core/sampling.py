@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from loka.core.gradient_rows import sign_of
 from loka.core.latent import Latent, latent_of
 from loka.core.marginals import level_scores, shifts_for, values_at
 from loka.core.moments import State, project, some_outputs, variance_of
@@ -62,7 +63,7 @@ class Sampler:
             return x_MK, u_MN, None
         e_M = values_MD[:, -1]
         if self.pull_KN is not None:
-            sign_M1 = torch.where(e_M < 0, -1.0, 1.0)[:, None]
+            sign_M1 = sign_of(e_M)[:, None]
             u_MN = torch.where(u_MN != 0, u_MN + sign_M1 * (x_MK @ self.pull_KN.to(device)), 0.0)
         return x_MK, u_MN, e_M
 

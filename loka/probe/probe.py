@@ -71,6 +71,8 @@ class Probe:
         self._sites = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
         if not self._sites:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
+        for site in self._sites.values():
+            format_of(site.weight.dtype)  # refuses float64, before a run is spent on it
         self._device = next(iter(self._sites.values())).weight.device
         self._rows = rows
         self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
@@ -78,6 +80,7 @@ class Probe:
         self._clock = StepClock(self._device)
         self._found: FoundBlocks | None = None
         self._statistics: dict[str, dict[str, Statistic]] = {name: {} for name in self._sites}
+        self._learned = dict.fromkeys(self._sites, 0)  # samples in the statistics
         self._references: dict[str, Tensor] = {}  # of dy's direction, one for each site that trains
         self._calls: dict[str, dict[int, int]] = {name: {} for name in self._sites}
         self._bias_norms = {name: History() for name, site in self._sites.items() if site.bias is not None}
@@ -89,7 +92,7 @@ class Probe:
         self._unlearned: deque[tuple[str, Rows]] = deque()  # of the newest sample
         self._sites_a_step = 0  # to be learned behind each step
         self._detached = False
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
+        self._writer = _writer()
         self.memory = plan_memory(self._sites, memory_budget, taken=self._weights.bytes if self._weights else 0)
         logger.info("probe: %s", self.memory)
 
@@ -120,17 +123,19 @@ class Probe:
         return self._writer.submit(lambda: _with_findings(taken).save(run))
 
     def detach(self) -> None:
-        """Stop for good. No hook is on the model between steps, so there is nothing else to undo."""
+        """Stop for good, with every file written. No hook is on the model between steps, so there is nothing else to undo."""
         self._learn_all()
         self._detached = True
         self._writer.shutdown()
+        self._writer = _writer()  # for a Record that is saved yet; it has no thread before
 
     def _taken(self) -> Record:
         if not self._samples:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
         self._learn_all()
         found = self._found or find_blocks(self._model)
-        sites = {name: self._site(name, found) for name in self._sites}
+        with _outside_autograd():
+            sites = {name: self._site(name, found) for name in self._sites}
         return Record(
             fingerprint=fingerprint((site.name, site.k, site.n, site.has_bias) for site in sites.values()),
             environment=current_environment(device_of(self._device)),
@@ -148,7 +153,7 @@ class Probe:
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         all_finite = _all_finite(seen)
-        with torch.no_grad(), exact_products(self._device):
+        with _outside_autograd(), exact_products(self._device):
             for name, history in self._bias_norms.items():
                 history.add(torch.linalg.vector_norm(self._sites[name].bias.float()))
             if self._weights is not None:
@@ -168,7 +173,7 @@ class Probe:
     def _learn(self, sites: int) -> None:
         if not self._unlearned:
             return
-        with torch.no_grad(), exact_products(self._device):
+        with _outside_autograd(), exact_products(self._device):
             for _ in range(min(sites, len(self._unlearned))):
                 self._merge(*self._unlearned.popleft())
 
@@ -179,10 +184,12 @@ class Probe:
         if rows.dy_RN is not None and name not in self._trains:
             self._trains.add(name)
             self._statistics[name] = {}  # what was learned without gradients cannot be paired with them
+            self._learned[name] = 0
         elif rows.dy_RN is None and name in self._trains:
             return
         known = self._statistics[name]
-        self._statistics[name] = absorb(known, rows, self._samples - 1, self._fade) if known else observe(rows)
+        self._statistics[name] = absorb(known, rows, self._learned[name], self._fade) if known else observe(rows)
+        self._learned[name] += 1
 
     def _rows_of(self, name: str, calls: list[Call], dw_NK: Tensor | None, all_finite: bool) -> Rows | None:
         """The rows of all calls that hold no NaN or infinity."""
@@ -239,6 +246,13 @@ class Probe:
         return format_of(dtype)
 
 
+@contextmanager
+def _outside_autograd() -> Iterator[None]:
+    """No gradients, and no inference mode either: what is made in that may not be changed outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def _all_finite(seen: Watch) -> bool:
     """Whether no tensor holds NaN or infinity, asked for all of them at once: the only time a device is waited for."""
     of_calls = [tensor for calls in seen.calls.values() for call in calls for tensor in (call.x_RK, call.dy_RN)]
@@ -248,6 +262,11 @@ def _all_finite(seen: Watch) -> bool:
 
 def _joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _writer() -> ThreadPoolExecutor:
+    """One thread: of two saves the newer one stays."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
 
 
 def _with_findings(record: Record) -> Record:

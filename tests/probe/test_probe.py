@@ -342,6 +342,78 @@ def test_quantiles_are_looked_at_every_second_sample_and_from_the_first_with_gra
     assert statistics["quantiles"].tensors["count"] == 16  # of samples 1, for nothing was known with gradients, and 2
 
 
+def test_turns_are_those_of_the_site_not_of_the_probe() -> None:
+    """Of two layers that are trained in turn, the second is called at odd samples alone."""
+    model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)])
+    probe = loka.Probe(model, every=1, half_life=None)
+    for step in range(8):
+        with probe.step():
+            model[step % 2](torch.full((8, 4), float(step))).sum().backward()
+    for site in probe.record().sites.values():
+        assert site.statistics["quantiles"].tensors["count"] == 16
+
+
+def test_the_range_of_a_wide_site_is_that_of_all_its_calls() -> None:
+    x_MK = torch.randn(512, 1024)
+    record = probe_steps(nn.Linear(1024, 2), lambda model: (model(x_MK) + model(2.0**30 * x_MK)).sum())
+    counts_B = record.sites[""].statistics["binades"].tensors["x_B"]
+    small, large = counts_B[: 10 - LOWEST].sum(), counts_B[10 - LOWEST : -1].sum()
+    assert small == large > 0
+
+
+def test_inference_mode_before_after_or_around_a_record_changes_nothing() -> None:
+    model, x_MK = nn.Linear(4, 2), torch.randn(8, 4)
+    probe = loka.Probe(model, every=2)
+    with torch.inference_mode(), probe.step():
+        model(x_MK)
+    for _ in range(4):
+        with torch.no_grad(), probe.step():
+            model(x_MK)
+    with torch.inference_mode():
+        site = probe.record().sites[""]
+    assert not site.weight_NK.is_inference()
+    torch.testing.assert_close(site.mean_K, x_MK.mean(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_for_models_not_for_statistics(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x_MK = nn.Linear(4, 3), torch.randn(64, 4)
+
+    def learn() -> Record:
+        return probe_steps(model, lambda model: model(x_MK).square().sum(), steps=5)
+
+    expected = learn().sites[""].statistics
+    torch.set_default_dtype(dtype)
+    try:
+        site = learn().sites[""]
+        site.sample(5, torch.Generator())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, statistic in site.statistics.items():
+        for part, tensor in statistic.tensors.items():
+            torch.testing.assert_close(tensor, expected[name].tensors[part])
+
+
+def test_counts_stay_on_the_cpu_whatever_the_default_device() -> None:
+    """Else every merge behind an idle step would wait for the device."""
+    model, x_MK = nn.Linear(4, 3), torch.randn(64, 4)
+    with torch.device("meta"):
+        site = probe_steps(model, lambda model: model(x_MK).square().sum(), steps=5).sites[""]
+    numbers = [t for statistic in site.statistics.values() for t in statistic.tensors.values() if not t.ndim]
+    assert {number.device.type for number in numbers} == {"cpu"}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_the_precision_of_products_is_left_as_it_was(precision: str) -> None:
+    torch.set_float32_matmul_precision(precision)
+    try:
+        probe_steps(nn.Linear(4, 2), lambda model: model(torch.randn(8, 4)).sum())
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_the_largest_sites_fall_back_first() -> None:
     model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 64), nn.Linear(64, 64))
     forms = loka.Probe(model, memory_budget=6 * 2**20).memory.forms
@@ -361,6 +433,11 @@ def test_the_largest_sites_fall_back_first() -> None:
 def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         loka.Probe(nn.Linear(2, 2), **options)
+
+
+def test_a_model_in_float64_is_refused_before_it_trains() -> None:
+    with pytest.raises(InvalidInput, match="float64 is none of LoKA's formats"):
+        loka.Probe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:

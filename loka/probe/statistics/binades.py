@@ -14,7 +14,7 @@ from loka.core.statistics import Rule
 from loka.probe.statistics.contract import STATISTICS, Rows, add_sums
 
 LOWEST, BINADES = -48, 80
-VALUES = 2**16  # of a tensor, at most: rows are chosen at random, so any of them stand for all
+VALUES = 2**16  # of a tensor, at most; of more, evenly spaced rows, which lie in the order of the calls and of the batch
 
 
 @STATISTICS.register("binades")
@@ -32,7 +32,7 @@ class Binades:
 
 def counts_by_binade(values_RD: Tensor) -> Tensor:
     """In float64, in which sums of counts are exact."""
-    values_V = values_RD[: max(1, VALUES // values_RD.shape[1])].flatten().abs()
+    values_V = values_RD[:: -(-values_RD.numel() // VALUES)].flatten().abs()
     bin_V = torch.bucketize(values_V, _edges(values_V.device), right=True)
     if values_V.device.type == "cpu":
         counts_B = torch.bincount(bin_V, minlength=BINADES + 1)
@@ -44,8 +44,8 @@ def counts_by_binade(values_RD: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _edges(device: torch.device) -> Tensor:
     """Where bins begin but the first, which is that of zeros."""
-    lowest = torch.tensor([torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps])
-    return torch.cat([lowest, 2.0 ** torch.arange(LOWEST + 1, LOWEST + BINADES)]).to(device)
+    lowest = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
+    return torch.tensor([lowest, *(2.0**e for e in range(LOWEST + 1, LOWEST + BINADES))], dtype=torch.float32, device=device)
 
 
 def share_below(counts_B: Tensor, binades: int) -> float:

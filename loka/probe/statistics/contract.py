@@ -41,7 +41,7 @@ class Observer(Protocol):
     """One statistic. It waits for no device: rows may be looked at while the model trains on."""
 
     rule: Rule
-    every: int  # one sampled step in so many is looked at
+    every: int  # one in so many of a site's samples is looked at
 
     def observe(self, rows: Rows) -> State:
         """The state of these rows; empty where they say nothing."""
@@ -73,7 +73,7 @@ def observe(rows: Rows) -> dict[str, Statistic]:
 
 
 def absorb(known: Mapping[str, Statistic], rows: Rows, sample: int, fade: float) -> dict[str, Statistic]:
-    """What is ``known``, with what the rows say where it is a statistic's turn at this sample.
+    """What is ``known``, with what the rows say where it is a statistic's turn at this ``sample`` of the site's.
 
     ``fade`` is what a sample fades by from one to the next; a statistic that waited for its turn fades by all it missed.
     """

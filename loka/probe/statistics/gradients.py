@@ -42,7 +42,7 @@ class Gradients:
 
 
 def _number(value: float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")
 
 
 def _norms(rows_RD: Tensor) -> Tensor:
