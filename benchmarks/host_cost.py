@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from loka.core.environment import current_command, current_environment
 from loka.core.gemm import Role, TensorName
 from loka.core.results import markdown_table, write_results
-from loka.dispatch.freeze import FrozenLinear
+from loka.dispatch.frozen import FrozenLinear
 from loka.dispatch.planned import PlannedLinear
 from loka.kernels.casting import CASTERS, CastProblem, cast_high_precision, choose_caster
 from loka.kernels.contract import KERNELS

@@ -48,7 +48,7 @@ class FusedBlock(nn.Module):
         self.spec = block_spec(self.in_features, norm, activation)
         self.followers: tuple[FusedBlock, ...] = ()  # what link_blocks makes this block run as well
         self.follows = False
-        self._chain = _chain_spec((self,), None, (0,))
+        self.chain = _chain_spec((self,), None, (0,))
         self._bind()
         self.register_load_state_dict_post_hook(refresh_after_load)
         keep_current(self)
@@ -65,7 +65,7 @@ class FusedBlock(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if self.follows:  # the block in front has done this one's work
             return input
-        (y,) = _run(self._chain, (self, *self.followers), None, (len(self.followers),), input)
+        (y,) = _run(self.chain, (self, *self.followers), None, (len(self.followers),), input)
         return y
 
     def refresh_weight_casts(self) -> None:
@@ -134,7 +134,7 @@ class FusedChain(nn.Module):
         self.entry = entry
         self.blocks = nn.ModuleList(blocks)
         self.outputs = tuple(output % len(blocks) for output in outputs)
-        self._chain = _chain_spec(blocks, entry, self.outputs)
+        self.chain = _chain_spec(blocks, entry, self.outputs)
 
     @property
     def why_reference(self) -> str | None:
@@ -142,7 +142,7 @@ class FusedChain(nn.Module):
         return _why_not_chained(self._blocks(), self.entry)
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, ...]:
-        outputs = _run(self._chain, self._blocks(), self.entry, self.outputs, input)
+        outputs = _run(self.chain, self._blocks(), self.entry, self.outputs, input)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _blocks(self) -> tuple[FusedBlock, ...]:
@@ -159,7 +159,7 @@ def link_blocks(blocks: Sequence[FusedBlock]) -> None:
     if any(block.follows or block.followers for block in blocks):
         raise InvalidInput("a block is linked already: link each chain once, with all of its blocks")
     first.followers = tuple(others)
-    first._chain = _chain_spec(blocks, None, (len(others),))
+    first.chain = _chain_spec(blocks, None, (len(others),))
     for block in others:
         block.follows = True
 

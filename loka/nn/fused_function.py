@@ -35,6 +35,14 @@ class BlockTensors(NamedTuple):
     scale_K: Tensor
 
 
+class ServedTensors(NamedTuple):
+    """What a block's forward reads."""
+
+    bias_N: Tensor | None
+    codes_NK: Tensor
+    scale_N: Tensor
+
+
 @dataclass(frozen=True)
 class ChainNeeds:
     """Which gradients of a chain are asked for."""
@@ -56,13 +64,24 @@ def run_chain(spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors], ou
     learned = [tensor for block in tensors for tensor in (block.weight_NK, block.bias_N) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_MK, *learned)):
         return _Chain.apply(x_MK, spec, out_dtype, *(tensor for block in tensors for tensor in block))
+    return serve_chain(spec, x_MK, tensors, out_dtype)
+
+
+def serve_chain(
+    spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors | ServedTensors], out_dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """The same without gradients."""
     nothing = (False,) * len(tensors)
     outputs, _, _ = _forward(spec, x_MK, tensors, out_dtype, ChainNeeds(False, nothing, nothing))
     return outputs
 
 
 def _forward(
-    spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors], out_dtype: torch.dtype, needs: ChainNeeds
+    spec: ChainSpec,
+    x_MK: Tensor,
+    tensors: Sequence[BlockTensors | ServedTensors],
+    out_dtype: torch.dtype,
+    needs: ChainNeeds,
 ) -> tuple[tuple[Tensor, ...], list[SavedBlock], SavedNorm | None]:
     last, saved, outputs, saved_norm = len(tensors) - 1, [], {}, None
     if spec.entry is None:

@@ -212,7 +212,7 @@ class _Demo:
         plan = self._serving_plan()
         if any(site.is_low_precision for site in plan.sites):
             apply_plan(planned.dense_part, plan)
-            self.stage.say(f"     {freeze(planned.dense_part)}")
+            self.stage.say(f"     {freeze(planned.dense_part, drop_high_precision=True)}")
         quality = compare_quality(Goal.SERVING, high, planned, self.data.test(size), precision)
         batch = next(self.data.test(size))
         twins = [Twin(model, lambda model=model: self._serve(model, batch)) for model in (high, planned)]

@@ -82,7 +82,7 @@ def _planned(subject: Subject) -> str:
     plan = make_plan(subject.survey, goal=subject.goal)
     apply_plan(subject.dense_part, plan, example=subject.example)
     if subject.goal is Goal.SERVING:
-        freeze(subject.dense_part)
+        freeze(subject.dense_part, drop_high_precision=True)
     n_blocks = sum(site.block is not None for site in plan.sites)
     n_moved = sum(site.is_low_precision for site in plan.sites)
     return f"{n_moved} of {len(plan.sites)} sites, {n_blocks} as blocks"

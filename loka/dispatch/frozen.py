@@ -1,0 +1,140 @@
+"""Planned sites and fused blocks for serving: what their forward reads, and nothing that only training needs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loka.core.errors import InvalidInput
+from loka.core.gemm import Role, TensorName
+from loka.dispatch.planned import PlannedLinear
+from loka.kernels.operand import Operand
+from loka.kernels.transforms import TransformVectors
+from loka.nn.block_reference import block_reference
+from loka.nn.fused_block import FusedBlock
+from loka.nn.fused_function import ServedTensors, serve_chain
+from loka.nn.fused_spec import why_not_here
+
+
+class Frozen(nn.Module):
+    """A linear layer without gradients by the codes of its weight, beside which the weight itself may be kept."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, module: PlannedLinear | FusedBlock, *, keep_weight: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.register_parameter("weight", module._parameters.get("weight") if keep_weight else None)
+        self.register_parameter("bias", module._parameters.get("bias"))
+
+    def extra_repr(self) -> str:
+        dropped = "" if self.weight is not None else ", without its high-precision weight"
+        return f"in_features={self.in_features}, out_features={self.out_features}{dropped}"
+
+    def _require_servable(self, input: Tensor) -> None:
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise InvalidInput("this model was frozen for serving and has no gradients: run it under torch.no_grad()")
+        if input.ndim == 0 or input.shape[-1] != self.in_features:
+            raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
+
+    def _hold(self, **buffers: Tensor | None) -> None:
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Frozen":
+        """Casts move with the module, but a change of dtype would take codes for values: they stay what they are."""
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in buffers.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            self._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+class FrozenLinear(Frozen):
+    """fprop of a planned site."""
+
+    features: Tensor | None  # of the transform
+    shift: Tensor | None
+
+    def __init__(self, planned: PlannedLinear, *, keep_weight: bool) -> None:
+        super().__init__(planned, keep_weight=keep_weight)
+        self.executor, self.kernel, self.rows = planned.executor, planned.kernels.fprop, planned.rows
+        self._form = self.executor.operand_forms(Role.FPROP)[1]
+        weight = planned._weight_operands()[self._form]
+        features_K, shift_N = planned._vectors() or (None, None)
+        self._hold(codes=weight.codes, scale=weight.scale, features=features_K, shift=shift_N)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._require_servable(input)
+        x_MK = input.reshape(-1, self.in_features)
+        if self.weight is not None and not self.rows.take(x_MK.shape[0]):
+            return F.linear(input, self.weight, self.bias)
+        if torch.is_autocast_enabled(input.device.type):
+            with torch.autocast(input.device.type, enabled=False):
+                y_MN = self._multiply(x_MK, torch.get_autocast_dtype(input.device.type))
+        else:
+            y_MN = self._multiply(x_MK, input.dtype)
+        return y_MN.reshape(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fprop={self.kernel}"
+
+    def _multiply(self, x_MK: Tensor, out_dtype: torch.dtype) -> Tensor:
+        vectors = None if self.features is None else TransformVectors(self.features, self.shift)
+        weight = Operand(self.codes, self.scale, self.out_features, self.in_features, self._form.spec)
+        x_casts = self.executor.cast(TensorName.X, x_MK, (Role.FPROP,), vectors)
+        return self.executor.multiply(Role.FPROP, x_casts, {self._form: weight}, out_dtype, self.bias, vectors)
+
+
+class FrozenBlock(Frozen):
+    """A fused block. As in training the first of a chain runs it whole, and those behind it pass on what they are given."""
+
+    def __init__(self, block: FusedBlock, *, keep_weight: bool) -> None:
+        super().__init__(block, keep_weight=keep_weight)
+        assert block.chain is not None
+        self.norm, self.activation = block.norm, block.activation
+        self.chain, self.follows = block.chain, block.follows
+        self.followers: tuple[FrozenBlock, ...] = ()
+        self._stored = block.weight.dtype
+        self.why_reference = block.why_reference
+        held = block.tensors()
+        self._hold(codes=held.codes_NK, scale=held.scale_N)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.follows:
+            return input
+        self._require_servable(input)
+        blocks, device = (self, *self.followers), input.device
+        if input.numel() > 0 and self.why_reference is None:
+            out_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else input.dtype
+            served = [ServedTensors(block.bias, block.codes, block.scale) for block in blocks]
+            (y_MN,) = serve_chain(self.chain, input.reshape(-1, self.in_features), served, out_dtype)
+            return y_MN.reshape(*input.shape[:-1], y_MN.shape[-1])
+        for block in blocks:
+            input = block._reference(input)
+        return input
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fused"
+
+    def _reference(self, x: Tensor) -> Tensor:
+        """What the kernels cannot run: empty batches, and any on another device."""
+        if self.weight is not None:
+            return block_reference(x, self.weight, self.bias, self.norm, self.activation)
+        if not x.numel():
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        raise InvalidInput(
+            f"this block's weight was dropped when the model was frozen, and its kernels do not run here "
+            f"({self.why_reference}): freeze it without drop_high_precision"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "FrozenBlock":
+        super()._apply(fn, recurse)
+        self.why_reference = why_not_here(self.codes.device, self._stored)
+        return self
