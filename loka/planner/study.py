@@ -47,7 +47,7 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
     costs = SiteCosts(site, limits.goal)
     stays = kept or ("a prediction head, and heads stay in high precision" if site.is_head else None)
     if not stays and not costs.is_measured:
-        stays = f"its baseline {site.baseline} was not timed, so there is nothing to compare with"
+        stays = _why_not_measured(site)
     if stays:
         return Study(site, costs, stays, None, (), _refused_for(site, stays, limits.goal))
     blocks, refused_blocks = block_options(site, limits)
@@ -65,6 +65,14 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
             why = f"accurate enough, but with it the site takes at best {at_best_us:.4g} µs a step, {against}"
             refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
     return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks))
+
+
+def _why_not_measured(site: SiteSurvey) -> str:
+    if not site.candidates and site.notes:
+        return site.notes[-1]  # never called
+    failure = next((c.why_not for c in site.candidates if c.kernel == site.baseline and c.why_not), None)
+    told = f" ({failure})" if failure else ""
+    return f"its baseline {site.baseline} was not timed{told}, so there is nothing to compare with"
 
 
 def _why_stay(costs: SiteCosts, option: SiteOption, limits: Limits) -> str | None:
