@@ -37,10 +37,12 @@ def probe(
 
     Example: loka probe wukong-small@synthetic -o run
     """
+    from loka.core.files import require_folder
     from loka.core.progress import for_this_output
     from loka.train.probing import probe_workload
     from loka.train.workloads import BuiltInOptions, open_workload
 
+    require_folder(out)
     opened = open_workload(workload, BuiltInOptions(data_path, batch_size, precision, device, seed))
     try:
         record = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())

@@ -6,6 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from loka.core.errors import InvalidInput
+
+
+def require_folder(path: str | os.PathLike[str]) -> None:
+    """Refuse a folder that cannot be made or written to, before the work whose result it shall hold."""
+    path = Path(path)
+    there = next(part for part in (path, *path.parents) if part.exists())
+    if not there.is_dir():
+        raise InvalidInput(f"{there} is a file: name a folder")
+    if not os.access(there, os.W_OK):
+        raise InvalidInput(f"{there} cannot be written to: name another folder")
+
 
 @contextmanager
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:

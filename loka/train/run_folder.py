@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from loka.core.errors import InvalidFile, InvalidInput
-from loka.core.files import atomic_write
+from loka.core.files import atomic_write, require_folder
 from loka.core.gemm import Role
 from loka.dispatch.guard import GuardEvent
 from loka.train.checkpoint import (
@@ -72,6 +72,7 @@ class RunFolder:
 
     def begin(self, trainer: Trainer) -> None:
         """Make the folder ready: back at its newest checkpoint with ``trainer`` taken there, or empty where there is none."""
+        require_folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.checkpoints)
         checkpoints = list_checkpoints(self.checkpoints)

@@ -161,6 +161,11 @@ def test_a_bad_workload_is_refused_with_a_reason(own: str, function: str, messag
     assert not Path("run").exists()
 
 
+def test_a_file_in_the_place_of_the_run_is_told_before_training(own: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"own_workload.py is a file: name a folder"):
+        run(f"probe {own}:of_rows -o {tmp_path}/own_workload.py")
+
+
 def test_a_batch_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="batch_size is 0: it must be 1 or more"):
         run(f"probe wukong-tiny@synthetic -o {tmp_path} --batch-size 0 --device cpu")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from loka.core.environment import Environment, current_command, current_environment
-from loka.core.errors import InvalidFile, UnknownName
-from loka.core.files import atomic_path, atomic_write
+from loka.core.errors import InvalidFile, InvalidInput, UnknownName
+from loka.core.files import atomic_path, atomic_write, require_folder
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.core.registry import Registry
@@ -100,6 +100,18 @@ class TestAtomicFiles:
         finally:
             os.umask(before)
         assert (tmp_path / "a" / "b.json").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_folder(tmp_path / "not" / "yet")
+    assert not (tmp_path / "not").exists()
+    (tmp_path / "file").write_text("")
+    for path in ("file", "file/run"):
+        with pytest.raises(InvalidInput, match=r"/file is a file: name a folder"):
+            require_folder(tmp_path / path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(InvalidInput, match="cannot be written to: name another folder"):
+        require_folder(tmp_path / "run")
 
 
 class TestResults:

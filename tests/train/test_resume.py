@@ -109,10 +109,23 @@ def test_a_finished_run_resumes_to_its_own_result(planted, tmp_path):
     assert [row["step"] for row in lines_without_speed(tmp_path)] == [4, 8]
 
 
+def test_samples_learned_before_a_checkpoint_are_no_speed_of_the_resumed_run(planted, tmp_path, monkeypatch):
+    """Line 8 stands for four steps, of which the resumed run makes two, from 7 on."""
+    monkeypatch.setattr("loka.train.loop._Clock.lap", lambda clock: 1.0)
+    train(small_config(planted, tmp_path, steps=8))
+    newest(tmp_path).unlink()
+    train(small_config(planted, tmp_path, steps=12), resume=True)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["window"]["examples"] for row in rows] == [4 * 32] * 3
+    assert [row["samples_per_s"] for row in rows] == [4 * 32, 2 * 32, 4 * 32]
+
+
 def test_a_folder_with_a_run_is_not_overwritten(planted, tmp_path):
     train(small_config(planted, tmp_path, steps=4))
     with pytest.raises(InvalidInput, match=r"holds a run already: continue it with --resume, or choose another --out"):
         train(small_config(planted, tmp_path, steps=4))
+    with pytest.raises(InvalidInput, match=r"metrics.jsonl is a file: name a folder"):
+        train(small_config(planted, tmp_path / "metrics.jsonl", steps=4))
 
 
 def test_another_config_is_refused_naming_each_difference(planted, tmp_path):
