@@ -96,6 +96,7 @@ def run_steps(
     """
     config = trainer.config
     clock, n_told = _Clock(), len(events)
+    untimed = trainer.window.examples  # of a window that a checkpoint divides
     for batch in islice(data.train(config.batch_size, start=trainer.steps_done), max(0, steps - trainer.steps_done)):
         with around_step():
             trainer.step(batch)
@@ -105,8 +106,8 @@ def run_steps(
         # A run that is resumed reads from the metrics what was given back before its checkpoint.
         if is_last or trainer.steps_done % config.log_every == 0 or (is_saved and len(events) > n_told):
             _check_finite(trainer, data)
-            row = replace(_close_window(trainer, clock), given_back=tuple(events[n_told:]))
-            n_told = len(events)
+            row = replace(_close_window(trainer, clock, untimed), given_back=tuple(events[n_told:]))
+            n_told, untimed = len(events), 0
             progress.log(row)
             if folder:
                 folder.append(row)
@@ -140,11 +141,11 @@ def _steps(config: TrainConfig, data: Dataset) -> int:
     return steps
 
 
-def _close_window(trainer: Trainer, clock: "_Clock") -> LogRow:
+def _close_window(trainer: Trainer, clock: "_Clock", untimed: int) -> LogRow:
     window = trainer.window.metrics()
     trainer.lifetime.merge(trainer.window)
     trainer.window.reset()
-    return LogRow(trainer.steps_done, window, trainer.lifetime.metrics(), window.examples / clock.lap())
+    return LogRow(trainer.steps_done, window, trainer.lifetime.metrics(), (window.examples - untimed) / clock.lap())
 
 
 def _check_finite(trainer: Trainer, data: Dataset) -> None:

@@ -62,7 +62,7 @@ def train_run(run: Run) -> dict[str, Any]:
             "steps": steps,
             **done,
             "trajectory": trajectory,
-            "samples_per_s": steps * config.batch_size / seconds,
+            "samples_per_s": trainer.steps_done * config.batch_size / seconds,
         }
         bad_step = trainer.guard.first_bad_step()
         if bad_step is not None:
