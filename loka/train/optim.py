@@ -44,8 +44,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             table_RE.sub_(lr * gradient_RE / (sum_R.sqrt() + eps)[:, None])
             return
         rows_K, gradient_KE = sum_by_row(gradient._indices()[0], self._without_bad(gradient._values()))
+        gradient_KE = gradient_KE.float()
         sum_R.index_add_(0, rows_K, gradient_KE.square().mean(1))
-        table_RE.index_add_(0, rows_K, gradient_KE / (sum_R[rows_K].sqrt() + eps)[:, None], alpha=-lr)
+        update_KE = gradient_KE / (sum_R[rows_K].sqrt() + eps)[:, None]
+        table_RE.index_add_(0, rows_K, update_KE.to(table_RE.dtype), alpha=-lr)
 
     def _without_bad(self, gradient: Tensor) -> Tensor:
         """A zero gradient adds nothing to the sums and moves nothing."""

@@ -67,6 +67,18 @@ def test_untouched_rows_keep_every_bit():
     assert optimizer.state[table.weight]["sum_R"].nonzero().flatten().tolist() == [3, 17, 999]
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_table_in_bf16_is_trained_with_sums_in_fp32(sparse):
+    table = nn.Embedding(5, 4, sparse=sparse).bfloat16()
+    before = table.weight.detach().float()
+    optimizer = RowWiseAdagrad(table.parameters(), lr=0.5)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    optimizer.step()
+    moved_R = (table.weight.detach().float() - before).mean(1)
+    torch.testing.assert_close(moved_R, torch.tensor([0, -0.5, 0, -0.5, 0]), atol=0.01, rtol=0)
+    assert optimizer.state[table.weight]["sum_R"].tolist() == [0, 4, 0, 1, 0]
+
+
 def test_found_inf_holds_both_optimizers_still():
     table, dense = nn.Parameter(torch.ones(4, 2)), nn.Linear(2, 2)
     rowwise, adam = RowWiseAdagrad([table], lr=0.1), make_dense_optimizer(dense, lr=0.1, weight_decay=0.1)
