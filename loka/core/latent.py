@@ -67,8 +67,8 @@ def latent_of(moments: State, values_LD: "Tensor") -> Latent:
 
 
 def _correlation(covariance: "Tensor", deviation: "Tensor") -> "Tensor":
-    """A feature that never changes is correlated with itself alone."""
-    correlation = _divided(_divided(covariance, deviation), deviation.mT).clamp(-1, 1)
+    """A feature that never changes is correlated with itself alone, and so is one whose variance FP32 does not hold."""
+    correlation = _divided(_divided(covariance, deviation), deviation.mT).nan_to_num(0.0).clamp(-1, 1)
     correlation.diagonal(dim1=-2, dim2=-1).fill_(1.0)
     return correlation
 

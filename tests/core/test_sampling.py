@@ -127,6 +127,15 @@ def test_tiny_gradients_keep_their_size() -> None:
     assert float(dy_MN.abs().mean(1).log().mean()) == pytest.approx(float(torch.tensor(1e-12).log()), abs=0.5)
 
 
+def test_values_whose_squares_leave_fp32_are_drawn_all_the_same() -> None:
+    """A 64-bit hash given as a number, say."""
+    x_RK = torch.randn(256, K, generator=torch.Generator().manual_seed(0))
+    x_RK[:, :2] = 1e19 * x_RK[:, :1]
+    sampler = make_sampler(observe(Rows(x_RK, None, Covariance.FULL, 256)), K, torch.ones(N, K))
+    x_MK, _ = sampler.draw(4096, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(x_MK.abs().median(0).values, x_RK.abs().median(0).values, rtol=0.2, atol=0)
+
+
 def test_without_gradients_x_alone_is_drawn_and_the_same_seed_gives_the_same() -> None:
     rows = Rows(torch.randn(256, K), None, Covariance.FULL, 256)
     sampler = make_sampler(observe(rows), K, torch.ones(N, K))
