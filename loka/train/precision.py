@@ -1,12 +1,12 @@
 """The device a run uses and the arithmetic on it."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from loka.core.errors import InvalidInput
 from loka.kernels.device import device_named
+from loka.numerics.float32_products import float32_products
 from loka.train.config import Precision
 
 
@@ -18,17 +18,9 @@ def resolve_device(name: str, precision: Precision) -> torch.device:
     return device
 
 
-@contextmanager
-def matmul_precision(precision: Precision) -> Iterator[None]:
+def matmul_precision(precision: Precision) -> AbstractContextManager[None]:
     """fp32 GEMMs on CUDA run in exactly the precision asked for inside the block; torch's own setting returns behind it."""
-    # Written through the older of torch's two interfaces, which sets both: inductor reads that one and fails when they differ
-    # (pytorch/pytorch#166387). Read through the newer, which never raises.
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.set_float32_matmul_precision("high" if precision is Precision.TF32 else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("high" if before == "tf32" else "highest")
+    return float32_products("high" if precision is Precision.TF32 else "highest")
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

@@ -16,7 +16,7 @@ def restore_precision():
 
 def test_matmul_precision_is_set_within_the_block_and_given_back():
     for inside, expected in [(Precision.TF32, "tf32"), (Precision.FP32, "ieee"), (Precision.BF16, "ieee")]:
-        for before in ("high", "highest"):
+        for before in ("medium", "high", "highest"):
             torch.set_float32_matmul_precision(before)
             with matmul_precision(inside):
                 assert torch.backends.cuda.matmul.fp32_precision == expected
