@@ -8,6 +8,7 @@ point that forward's casts led to. Against gradients at the exact point every ac
 move 1 % of relu's inputs across 0, which is an error of 0.3 in dgrad whichever way x and w were cast.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,7 +20,7 @@ from loka.core.recipe import Format, Scaling
 from loka.core.record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block, room_to_compile
-from loka.measure.error import LOST_SAMPLES, MOST_SAMPLES, OptionError, draw_tensors, require_device, usual_rows
+from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
 from loka.measure.parts import told
 from loka.measure.timing import copies_past_cache, time_together
 from loka.measure.trial import BLOCK_KERNEL
@@ -40,7 +41,7 @@ class Blocks:
         self._dtype, self._device, self._left_out, self._failed = dtype, device, left_out, failed or {}
         self._times: dict[BlockShape, dict[str, float]] = {}
 
-    def survey(self, site: SiteRecord, rows: list[int]) -> tuple[BlockCandidate, ...]:
+    def survey(self, site: SiteRecord, rows: list[int], budget_s: float = math.inf) -> tuple[BlockCandidate, ...]:
         """The site as a block, or why it is none; nothing where neither a norm nor an activation follows."""
         if site.norm is None and site.activation is None:
             return ()
@@ -50,7 +51,7 @@ class Blocks:
             if reason := block if isinstance(block, str) else self._why_not(block, shapes):
                 return (BlockCandidate(BLOCK_KERNEL, site.norm, site.activation, why_not=reason),)
             assert isinstance(block, FusedBlock)
-            error = self._error(site, block)
+            error = self._error(site, block, budget_s)
             times = {m: self._time(shape, block) for m, shape in shapes.items()}
         except Exception as failure:  # any library's any error: the reason is the result
             require_device(BLOCK_KERNEL, self._device, told(failure))
@@ -61,12 +62,11 @@ class Blocks:
         failures = (self._failed[shape] for shape in shapes.values() if shape in self._failed)
         return next(failures, None) or self._left_out or block.why_reference
 
-    def _error(self, site: SiteRecord, block: FusedBlock) -> dict[Role, OptionError]:
+    def _error(self, site: SiteRecord, block: FusedBlock, budget_s: float) -> dict[Role, OptionError]:
         errors = {role: OptionError() for role in (Role if site.trains else (Role.FPROP,))}
         exact = _Exact(block)
-        for index, tensors in enumerate(draw_tensors(site, 1, self._dtype, self._device)):
-            if index == MOST_SAMPLES or all(error.is_known for error in errors.values()):
-                break
+        samples = draw_tensors(site, 1, self._dtype, self._device)
+        for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
             with autocast_for(block, torch_dtype(self._dtype)):
                 got = _outputs(block, block.weight, tensors.x, tensors.dy)
             expected = exact.outputs(tensors.x, tensors.dy)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,9 @@ HARMLESS = 0.01  # unless all of it lies below this
 FEWEST_SAMPLES, MOST_SAMPLES = 3, 50
 MOST_ROWS = 2048
 CPU_PRODUCTS = 4e9  # multiplications of one sample: a core does about 1e10 a second
-SITE_BUDGET_S = {"cuda": 1.0, "cpu": 3.0}  # past it a site's interval stays as wide as it is
+# For the errors of all sites, and of one at least and at most: past it a site's intervals stay as wide as they are.
+RUN_BUDGET_S = {"cuda": 60.0, "cpu": 180.0}
+SITE_BUDGET_S = {"cuda": (0.1, 1.0), "cpu": (0.5, 3.0)}
 
 # How much worse than its recipe's oracle an option may be: sums in fewer bits, casts that break ties another way.
 ALLOWED_FACTOR, ALLOWED_MORE = 2.0, 0.02
@@ -85,23 +87,38 @@ class OptionError:
         return self.samples.estimate(GATE).mean if self.why_not is None and len(self.samples) else math.inf
 
 
+def budgets_s(sites: Iterable[SiteRecord], device: torch.device) -> dict[str, float]:
+    """How long the errors of each site may take: more, the more of all multiplications, and so of a step's time, is its own."""
+    products = {site.name: site.k * site.n * sum(m * calls for m, calls in site.calls.items()) for site in sites}
+    total = sum(products.values()) or 1.0
+    least, most = SITE_BUDGET_S[device.type]
+    return {name: min(most, max(least, RUN_BUDGET_S[device.type] * own / total)) for name, own in products.items()}
+
+
 def measure_errors(
-    site: SiteRecord, options: Iterable[Option], dtype: Format, device: torch.device
+    site: SiteRecord, options: Iterable[Option], dtype: Format, device: torch.device, budget_s: float = math.inf
 ) -> dict[Option, OptionError]:
     """The errors of ``options``, each tried in safety: one that raises or returns nonsense says so in its ``why_not``."""
     errors = {option: OptionError() for option in options}
     transforms = {option.transform for option in errors}
-    start = time.perf_counter()
-    for index, tensors in enumerate(draw_tensors(site, len(errors), dtype, device, transforms)):
+    samples = draw_tensors(site, len(errors), dtype, device, transforms)
+    for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
         unknown = [option for option, error in errors.items() if not error.is_known]
-        spent = time.perf_counter() - start
-        if not unknown or index == MOST_SAMPLES or (index >= FEWEST_SAMPLES and spent > SITE_BUDGET_S[device.type]):
-            break
         parts = SiteParts(tensors)
         oracle = Oracle(parts)
         for option in unknown:
             _add_sample(errors[option], option, parts, oracle if index < LOST_SAMPLES else None)
     return errors
+
+
+def until_known(samples: Iterator[SiteTensors], errors: Collection[OptionError], budget_s: float) -> Iterator[SiteTensors]:
+    """As many samples as it takes to know all ``errors``, in this time: but the fewest there must be."""
+    start = time.perf_counter()
+    for index in range(MOST_SAMPLES):
+        is_over = index >= FEWEST_SAMPLES and time.perf_counter() - start > budget_s
+        if is_over or all(error.is_known for error in errors):
+            return
+        yield next(samples)
 
 
 def draw_tensors(

@@ -39,10 +39,14 @@ class Bench:
     blocks: Blocks
     findings: tuple[Finding, ...] = ()
     failed: Mapping[tuple[Option, int, int], str] = field(default_factory=dict)  # in trial: by option, K and N
+    budgets_s: Mapping[str, float] = field(default_factory=dict)  # for the errors of each site; without end if not given
 
     @property
     def baseline(self) -> str:
         return self.kernels[0]
+
+    def budget_s(self, site: SiteRecord) -> float:
+        return self.budgets_s.get(site.name, math.inf)
 
 
 def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
@@ -59,14 +63,14 @@ def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
             errors[option] = OptionError(why_not=reason)
         else:
             able.append(option)
-    errors |= measure_errors(site, able, bench.dtype, bench.device)
+    errors |= measure_errors(site, able, bench.dtype, bench.device, bench.budget_s(site))
     transformed = [
         Option(option.kernel, option.role, transform)
         for transform in suggested_transforms(site, errors, bench.findings)
         for option in able
         if option.is_8bit and errors[option].why_not is None and _is_touched(option.role, transform)
     ]
-    errors |= measure_errors(site, transformed, bench.dtype, bench.device)
+    errors |= measure_errors(site, transformed, bench.dtype, bench.device, bench.budget_s(site))
     timed = [option for option, error in errors.items() if is_worth_timing(option, error, bench.baseline)]
     times = _product_times(timed, shapes, bench.speeds)
     candidates = tuple(_candidate(option, error, times.get(option, {})) for option, error in errors.items())
@@ -233,7 +237,7 @@ def _site_survey(
         baseline=bench.baseline,
         candidates=candidates,
         casts=casts,
-        blocks=bench.blocks.survey(site, row_counts(site)) if candidates else (),
+        blocks=bench.blocks.survey(site, row_counts(site), bench.budget_s(site)) if candidates else (),
         producer=site.producer,
         notes=(*site.notes, *notes),
     )

@@ -17,7 +17,7 @@ from loka.kernels.device import device_named, device_of
 from loka.measure.block import Blocks, block_shape, is_fused
 from loka.measure.block_parts import BlockShape
 from loka.measure.ceiling import describe_ceiling, measure_ceiling
-from loka.measure.error import GATE, BrokenDevice, usual_rows, vector_of
+from loka.measure.error import GATE, BrokenDevice, budgets_s, usual_rows, vector_of
 from loka.measure.partial import Partial, identity_of
 from loka.measure.parts import Option, baseline_kernel
 from loka.measure.site_survey import Bench, plain_options, row_counts, survey_site
@@ -82,7 +82,8 @@ def _measure(
     todo = [site for name, site in record.sites.items() if name not in done]
     failed, failed_blocks = _failed_trials(record, todo, names, device, speeds, partial, shown)
     blocks = Blocks(record.dtype, device, partial.left_out.get(BLOCK_KERNEL), failed_blocks)
-    bench = Bench(names, record.dtype, device, speeds, blocks, record.findings, failed)
+    budgets = budgets_s(record.sites.values(), device)
+    bench = Bench(names, record.dtype, device, speeds, blocks, record.findings, failed, budgets)
     shown.start(len(record.sites), len(done))
     for site in todo:
         try:

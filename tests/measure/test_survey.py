@@ -1,6 +1,7 @@
 """``loka.measure`` on planted records: known errors, times where they belong, transforms where they help, and nothing lost."""
 
 import dataclasses
+import itertools
 from itertools import product
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from loka.core.recipe import Format, Transform
 from loka.core.record import Finding, Record
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
+from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, until_known
 from loka.measure.survey import measure
 from loka.measure.timing import time_together
 
@@ -99,6 +101,22 @@ def test_a_weight_stored_in_bf16_is_read_as_it_is(is_stored_in_bf16: bool, tmp_p
     site = measure(Record.load(tmp_path), kernels=["torch.bf16"]).sites[0]
     assert site.baseline == "torch.bf16"
     assert any(cast.tensor is TensorName.W for cast in site.casts) is not is_stored_in_bf16
+
+
+def test_a_site_gets_time_by_what_it_has_of_the_work() -> None:
+    """Multiplications in a step, by hand: 8·16·16, 4·3·64·64 and 2·128·512·512, in calls of 8, 4 and 128 rows."""
+    parts = [("tiny", 16, {8: 1.0}), ("middle", 64, {4: 3.0}), ("large", 512, {128: 2.0})]
+    sites = [site_record(name, normal_weight(width, width), calls=calls) for name, width, calls in parts]
+    assert budgets_s(sites, torch.device("cpu")) == {"tiny": 0.5, "middle": 0.5, "large": 3.0}
+    sites = [site_record(str(index), normal_weight(16, 16), calls={8: 1.0 + index % 2}) for index in range(100)]
+    budgets = budgets_s(sites, torch.device("cpu"))
+    assert (budgets["0"], budgets["1"]) == pytest.approx((180 / 150, 2 * 180 / 150))
+
+
+@pytest.mark.parametrize(("budget_s", "expected"), [(0.0, FEWEST_SAMPLES), (60.0, MOST_SAMPLES)])
+def test_samples_end_with_the_time_but_for_the_fewest(budget_s: float, expected: int) -> None:
+    never_known = OptionError()
+    assert len(list(until_known(itertools.count(), [never_known], budget_s))) == expected
 
 
 def test_without_names_it_takes_what_the_machine_has() -> None:
