@@ -155,6 +155,7 @@ def make_table(results: GatheredResults) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--movielens", type=Path, help="folder of MovieLens-1M; without it the synthetic stream alone")
+    parser.add_argument("--data", nargs="+", default=tuple(SETTINGS), choices=SETTINGS, help="default: all that is at hand")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--preset", default="small")
     parser.add_argument("--seeds", nargs="+", type=int, default=range(8))
@@ -170,7 +171,7 @@ def main() -> None:
     environment = current_environment(device_of(device))
     results = GatheredResults(FOLDER, "mods-quality", environment, current_command(), arguments.results)
 
-    data_sets = ["synthetic", *(["movielens"] if arguments.movielens else [])]
+    data_sets = [data for data in arguments.data if data != "movielens" or arguments.movielens]
     configs = [base_config(arguments, data, model, device) for data in data_sets for model in arguments.models]
     missing = []
     for job, same_as in planned_jobs(configs, arguments.seeds, device):
