@@ -86,7 +86,7 @@ def test_what_its_casts_lose_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
-    monkeypatch.setattr(Blocks, "_error", lambda self, site, block: 1 / 0)
+    monkeypatch.setattr(Blocks, "_error", lambda self, site, block, budget_s: 1 / 0)
     (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", weight(8, 8), **BEHIND), [32])
     assert block == BlockCandidate("triton.block", "norm", "act", why_not="failed: ZeroDivisionError: division by zero")
 
