@@ -68,6 +68,7 @@ class FusedBlock(nn.Module):
         (y,) = _run(self.chain, (self, *self.followers), None, (len(self.followers),), input)
         return y
 
+    @torch.inference_mode(False)  # in which a cast could not be written again outside of it
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there."""
         if self.why_reference is None:

@@ -71,6 +71,7 @@ class LokaLinear(nn.Linear):
         y_MN = run_site(self.executor, x_MK, self.weight, self.bias, self._weight_operands(), out_dtype, self._vectors())
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
+    @torch.inference_mode(False)  # in which a cast could not be written again outside of it
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there."""
@@ -84,6 +85,7 @@ class LokaLinear(nn.Linear):
             casts["memory"] = rewriter.remember(weight_NK, self._cached_forms)
         store_casts(self, casts)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def recast_after_step(self) -> None:
         """The same after a step of an optimizer, which moves a weight but a little: in one read where a caster can."""
@@ -107,6 +109,7 @@ class LokaLinear(nn.Linear):
         transform = "" if self.transform is Transform.NONE else f", transform={self.transform}"
         return f"{super().extra_repr()}, fprop={kernels.fprop}, dgrad={kernels.dgrad}, wgrad={kernels.wgrad}{transform}"
 
+    @torch.inference_mode(False)
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
         self.kernels, self.transform = kernels, transform
         if (vector is None) != (transform is Transform.NONE):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import loka
 from loka.core.errors import InvalidInput, UnknownName
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName
-from loka.core.recipe import Format
+from loka.core.recipe import Format, Transform
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import constant_when_traced, device_of
 from loka.kernels.executor import SiteKernels
@@ -234,6 +234,19 @@ def test_serving_casts_nothing_for_backward(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         module(torch.randn(8, 32))
     assert asked == [(Role.FPROP,)]
+
+
+@pytest.mark.parametrize("kernels", [SAME, SiteKernels.same("onednn.int8")], ids=str)
+def test_made_and_run_in_inference_mode_it_trains_outside_of_it(kernels: SiteKernels) -> None:
+    """A script that serves may be in inference mode as a whole."""
+    linear, x_MK = nn.Linear(32, 16), torch.randn(5, 32)
+    expected_MN = loka.LokaLinear.from_linear(linear, kernels)(x_MK)
+    with torch.inference_mode():
+        module = loka.LokaLinear.from_linear(linear, kernels, Transform.CENTER, torch.zeros(32))
+        assert torch.equal(module(x_MK), expected_MN)
+    module(x_MK).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert torch.equal(module(x_MK), loka.LokaLinear.from_linear(linear, kernels)(x_MK))
 
 
 def test_a_second_derivative_is_refused() -> None:
