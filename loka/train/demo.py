@@ -126,7 +126,9 @@ class _Demo:
         if not (self.folder / "training" / "plan.json").exists():
             self._if_faster(self._checked(make_plan(survey, goal=Goal.TRAINING))).save(self.folder / "training")
         if not (self.folder / "plan.json").exists():
-            self._checked(make_plan(survey, goal=self.settings.goal)).save(self.folder)
+            is_same = self.settings.goal is Goal.TRAINING
+            plan = self._training_plan if is_same else self._checked(make_plan(survey, goal=self.settings.goal))
+            plan.save(self.folder)
 
     def _checked(self, plan: Plan) -> Plan:
         """What of ``plan`` holds in the whole model, on held-out batches."""
