@@ -84,11 +84,12 @@ class _Recorder(TorchFunctionMode):
 
     def _record_function(self, raw_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         made = list(_tensors_in(output))
-        changes_first = raw_name == "__setitem__" or (raw_name.endswith("_") and not raw_name.endswith("__"))
+        is_in_place = raw_name == "__setitem__" or (raw_name.endswith("_") and not raw_name.endswith("__"))
+        is_in_place |= kwargs.get("out") is not None
         if raw_name == "__setitem__":
             made = [args[0]]
         given = list(_tensors_in((args, kwargs)))
-        if not made or (not changes_first and all(any(tensor is other for other in given) for tensor in made)):
+        if not made or (not is_in_place and all(any(tensor is other for other in given) for tensor in made)):
             return  # a shape or the like, or x.contiguous() of what is contiguous
         name = plain_name(raw_name)
         for tensor in given:

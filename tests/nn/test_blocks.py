@@ -428,6 +428,22 @@ def test_a_run_follows_tensors_through_any_python() -> None:
     assert [block.is_head for block in found] == [False, False, False, True]
 
 
+class WritesInto(nn.Module):
+    """Served without gradients: a residual is added where the linear's output lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.norm(torch.add(y, x, out=y))
+
+
+def test_what_is_written_by_out_stands_between_a_site_and_its_norm() -> None:
+    assert lines(find_blocks(WritesInto(), (torch.randn(3, 4),))) == ["linear ⇒ add"]
+
+
 class Careless(nn.Module):
     """Keeps what it saw, counts its calls, draws random numbers and trains a BatchNorm."""
 
