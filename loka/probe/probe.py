@@ -73,7 +73,7 @@ class Probe:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
         for site in self._sites.values():
             format_of(site.weight.dtype)  # refuses float64, before a run is spent on it
-        self._device = next(iter(self._sites.values())).weight.device
+        self._device = self._one_device()
         self._rows = rows
         self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._generator = torch.Generator(self._device).manual_seed(seed)
@@ -107,6 +107,8 @@ class Probe:
             self._learn(self._sites_a_step)
             return
         self._learn_all()
+        if (device := self._one_device()) != self._device:
+            raise InvalidInput(f"the model moved from {self._device} to {device}: make the Probe behind model.to(…)")
         full = [name for name, form in self.memory.forms.items() if form is Covariance.FULL]
         stance = torch.compiler.set_stance("force_eager")
         with stance, watch(self._model, self._sites, self._rows, self._generator, with_dw=full) as seen:
@@ -128,6 +130,13 @@ class Probe:
         self._detached = True
         self._writer.shutdown()
         self._writer = _writer()  # for a Record that is saved yet; it has no thread before
+
+    def _one_device(self) -> torch.device:
+        """Where the sites lie, all of them: statistics are gathered there."""
+        devices = list(dict.fromkeys(site.weight.device for site in self._sites.values()))
+        if len(devices) > 1:
+            raise InvalidInput(f"the model lies on {', '.join(map(str, devices))}: probe the part on one device at a time")
+        return devices[0]
 
     def _taken(self) -> Record:
         if not self._samples:

@@ -435,6 +435,15 @@ def test_bad_options_are_refused(options: dict[str, float], message: str) -> Non
         loka.Probe(nn.Linear(2, 2), **options)
 
 
+def test_a_model_on_two_devices_and_one_that_moved_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="the model lies on cpu, meta: probe the part on one"):
+        loka.Probe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+    probe = loka.Probe(model := nn.Linear(2, 2))
+    model.to("meta")
+    with pytest.raises(InvalidInput, match="moved from cpu to meta: make the Probe behind"), probe.step():
+        pytest.fail("a step that cannot be learned from was begun")
+
+
 def test_a_model_in_float64_is_refused_before_it_trains() -> None:
     with pytest.raises(InvalidInput, match="float64 is none of LoKA's formats"):
         loka.Probe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
