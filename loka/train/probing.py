@@ -18,6 +18,7 @@ from loka.probe.probe import Probe
 from loka.train.optim import RowWiseAdagrad, make_dense_optimizer
 
 LR, EMBEDDING_LR = 1e-3, 0.05  # those of `loka train`
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 def probe_workload(
@@ -95,9 +96,14 @@ def _finite(loss: Tensor, step: int) -> float:
 
 
 def _make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Adam, and row-wise Adagrad for embedding tables whose gradients come sparse, which Adam does not take."""
-    sparse = [p for p in model.parameters() if p.grad is not None and p.grad.is_sparse]
-    dense = nn.ParameterList(p for p in model.parameters() if p.requires_grad and not any(p is table for table in sparse))
+    """Adam, and row-wise Adagrad for embedding tables whose gradients come sparse, which Adam does not take.
+
+    Of a table that the first batch does not read there is no gradient yet: then its module says.
+    """
+    declared = {id(module.weight) for module in model.modules() if isinstance(module, TABLES) and module.sparse}
+    learned = [p for p in model.parameters() if p.requires_grad]
+    sparse = [p for p in learned if id(p) in declared or (p.grad is not None and p.grad.is_sparse)]
+    dense = nn.ParameterList(p for p in learned if not any(p is table for table in sparse))
     optimizers: list[torch.optim.Optimizer] = [RowWiseAdagrad(sparse, EMBEDDING_LR)] if sparse else []
     return [*optimizers, make_dense_optimizer(dense, LR, weight_decay=0.0)] if len(dense) else optimizers
 
