@@ -77,6 +77,9 @@ class TrainConfig:
     """Folder for metrics, checkpoints and summary."""
 
     def __post_init__(self) -> None:
+        if self.precision not in list(Precision):
+            raise InvalidInput(f"precision must be one of {', '.join(Precision)}, got {self.precision!r}")
+        object.__setattr__(self, "precision", Precision(self.precision))  # it may be given as text
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:

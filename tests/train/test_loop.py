@@ -116,6 +116,7 @@ def test_evaluating_needs_examples_and_keeps_the_mode(planted):
         ({"data_path": "/nowhere/ml-1m"}, InvalidInput, "nothing at /nowhere/ml-1m"),
         ({"device": "tpu"}, InvalidInput, "no device is called 'tpu'"),
         ({"precision": Precision.TF32}, InvalidInput, "tensor cores.*use precision fp32"),
+        ({"precision": "fp8"}, InvalidInput, "precision must be one of fp32, tf32, bf16, got 'fp8'"),
         ({"model_options": {"dropuot": 0.1}}, InvalidInput, "dropuot"),
         ({"data_options": {"tests": 1}}, InvalidInput, "no option 'tests'"),
     ],

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from loka.core.errors import InvalidInput
-from loka.train.config import Precision
+from loka.train.config import Precision, TrainConfig
 from loka.train.precision import autocast, matmul_precision, resolve_device
 
 CPU = torch.device("cpu")
@@ -29,6 +29,12 @@ def test_a_caller_of_torchs_newer_interface_alone_gets_tf32_back():
     with matmul_precision(Precision.FP32):
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def test_a_precision_given_as_text_is_the_same():
+    assert TrainConfig("dlrm", precision="bf16").precision is Precision.BF16
+    with autocast("bf16", CPU):
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_autocast_changes_linears_and_leaves_look_ups():
