@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, UnknownName
 from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.recipe import Transform
 from loka.kernels.casting import cast
@@ -39,7 +39,9 @@ class SiteExecutor:
     """Runs one site's GEMMs with given kernels. Stateless: tensors and operands pass through, none is kept."""
 
     def __init__(self, kernels: SiteKernels, transform: Transform = Transform.NONE) -> None:
-        self.transform = transform
+        if transform not in list(Transform):
+            raise UnknownName(f"no transform is called {transform!r}. Known: {', '.join(Transform)}")
+        self.transform = Transform(transform)  # it may be given as text
         self.kernels: Mapping[Role, Kernel] = {role: KERNELS.get(kernels.of(role)) for role in Role}
         # Worked out once: an eager call would spend more time on it than on a small product.
         self._transforms = {role: self._transform_of(role) for role in Role}

@@ -111,12 +111,12 @@ class LokaLinear(nn.Linear):
 
     @torch.inference_mode(False)
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
-        self.kernels, self.transform = kernels, transform
-        if (vector is None) != (transform is Transform.NONE):
-            raise InvalidInput("center and rescale take a vector each, and only they do: pass transform and vector together")
-        features_K = None if vector is None else checked_vector(transform, vector.to(self.weight.device), self.in_features)
-        self.register_buffer("_transform_vector", features_K, persistent=False)
         self.executor = SiteExecutor(kernels, transform)
+        self.kernels, self.transform = kernels, self.executor.transform
+        if (vector is None) != (self.transform is Transform.NONE):
+            raise InvalidInput("center and rescale take a vector each, and only they do: pass transform and vector together")
+        features_K = None if vector is None else checked_vector(self.transform, vector.to(self.weight.device), self.in_features)
+        self.register_buffer("_transform_vector", features_K, persistent=False)
         self._cached_forms: tuple[Form, ...] = tuple(
             form for form in self.executor.forms[TensorName.W] if form.spec.format.is_8bit
         )

@@ -10,7 +10,7 @@ from planted_sites import PlantedSite, cancelling_mean, compensated_range
 from torch import Tensor, nn
 
 import loka
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, UnknownName
 from loka.core.gemm import Role
 from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.contract import KERNELS
@@ -218,6 +218,15 @@ class TestTheVectorAndTheWeight:
     def test_bad_vectors_are_refused(self, transform: Transform, vector: Tensor | None, message: str) -> None:
         with pytest.raises(InvalidInput, match=message):
             loka.LokaLinear.from_linear(nn.Linear(256, 4), ROWWISE, transform, vector)
+
+
+def test_a_transform_given_as_text_is_the_same_and_a_wrong_one_is_refused() -> None:
+    linear, mean_K, x_MK = nn.Linear(32, 8), torch.rand(32) + 1, torch.randn(4, 32)
+    kernels = SiteKernels.same("reference.rowwise")
+    by_text = loka.LokaLinear.from_linear(linear, kernels, "center", mean_K)
+    assert torch.equal(by_text(x_MK), loka.LokaLinear.from_linear(linear, kernels, Transform.CENTER, mean_K)(x_MK))
+    with pytest.raises(UnknownName, match="no transform is called 'centre'. Known: none, center, rescale"):
+        loka.LokaLinear.from_linear(linear, kernels, "centre", mean_K)
 
 
 def test_keys_tell_forms_apart() -> None:
