@@ -49,7 +49,7 @@ class FusedBlock(nn.Module):
         self.followers: tuple[FusedBlock, ...] = ()  # what link_blocks makes this block run as well
         self.follows = False
         self.chain = _chain_spec((self,), None, (0,))
-        self._bind()
+        self.refresh_weight_casts()
         self.register_load_state_dict_post_hook(refresh_after_load)
         keep_current(self)
 
@@ -70,9 +70,12 @@ class FusedBlock(nn.Module):
 
     @torch.inference_mode(False)  # in which a cast could not be written again outside of it
     def refresh_weight_casts(self) -> None:
-        """Cast the weight again, into the buffers that are there."""
+        """Cast the weight again, into the buffers that are there, if the kernels can run where it lies now."""
+        self.why_reference = self.spec if isinstance(self.spec, str) else why_not_here(self.weight.device, self.weight.dtype)
         if self.why_reference is None:
             store_casts(self, cast_weight(self.weight.detach())._asdict())
+        else:
+            drop_casts(self)
 
     def recast_after_step(self) -> None:
         """The same after a step of an optimizer, which moves a weight but a little: in one read."""
@@ -81,7 +84,7 @@ class FusedBlock(nn.Module):
         if holds_casts_of(self, self.weight):
             recast_weight(self.weight.detach(), self._held_codes())
         else:
-            self._bind()
+            self.refresh_weight_casts()
 
     def tensors(self) -> BlockTensors:
         """What the fused kernels read."""
@@ -95,21 +98,13 @@ class FusedBlock(nn.Module):
         how = "fused" if self.why_reference is None else f"in high precision: {self.why_reference}"
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {how}"
 
-    def _bind(self) -> None:
-        why_not = self.spec if isinstance(self.spec, str) else why_not_here(self.weight.device, self.weight.dtype)
-        self.why_reference = why_not
-        if why_not is None:
-            self.refresh_weight_casts()
-        else:
-            drop_casts(self)
-
     def _held_codes(self) -> WeightCodes:
         return WeightCodes(*(stored_cast(self, name) for name in WeightCodes._fields))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FusedBlock":
         """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""
         super()._apply(fn, recurse)
-        self._bind()
+        self.refresh_weight_casts()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,7 +112,7 @@ class FusedBlock(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._bind()
+        self.refresh_weight_casts()
         keep_current(self)
 
 

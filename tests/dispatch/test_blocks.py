@@ -49,8 +49,7 @@ def chain_plan(model: nn.Module) -> Plan:
 @pytest.fixture(autouse=True)
 def _pretend_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is bound as on a GPU, linked as on a GPU, and computes by its reference."""
-    monkeypatch.setattr(FusedBlock, "_bind", lambda self: setattr(self, "why_reference", None))
-    monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: None)
+    monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: setattr(self, "why_reference", None))
 
     def run(spec, blocks, entry, outputs, x):  # type: ignore[no-untyped-def]
         for one in blocks:

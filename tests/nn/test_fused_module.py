@@ -194,6 +194,17 @@ class TestWeightCasts:
         assert before == {name: buffer.data_ptr() for name, buffer in block.named_buffers()}
         assert len(before) == 5  # codes and scales of both orders, and what a cast remembers
 
+    def test_weights_loaded_in_their_place_run_where_they_lie(self, emulated: torch.device) -> None:
+        """As a model is that was made without memory."""
+        on_cpu = make_block()
+        without_memory = nn.Linear(48, 40, device="meta", dtype=torch.float64)
+        block = FusedBlock.from_modules(without_memory, loka.BlockNorm(40), nn.Hardswish())
+        assert block.why_reference is not None
+        block.load_state_dict(on_cpu.state_dict(), assign=True)
+        assert block.why_reference is None
+        x = torch.randn(3, 48)
+        assert torch.equal(block(x), on_cpu(x))
+
     def test_load_state_dict(self, fused_on: torch.device) -> None:
         block = make_block().to(fused_on)
         block.load_state_dict(nn.Linear(48, 40).state_dict())
