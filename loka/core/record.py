@@ -17,6 +17,7 @@ from loka.core.documents import parse_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import atomic_path
+from loka.core.gemm import Role
 from loka.core.moments import covariance_of, variance_of
 from loka.core.recipe import Format
 from loka.core.statistics import Rule, Statistic
@@ -64,6 +65,14 @@ class SiteFacts:
     bias_norms: tuple[float, ...] = ()  # ‖b‖ at even intervals of the run, the oldest first
     notes: tuple[str, ...] = ()
     weight_format: Format = Format.FP32  # what the model keeps the weight in
+    needs_dx: bool = True  # whether anything in front of it learns,
+    needs_dw: bool = True  # and whether its weight does
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The GEMMs it takes part in: those of the gradients where it trains, as far as anybody asks for them."""
+        asked = {Role.FPROP: True, Role.DGRAD: self.trains and self.needs_dx, Role.WGRAD: self.trains and self.needs_dw}
+        return tuple(role for role, is_asked in asked.items() if is_asked)
 
 
 @dataclass(frozen=True)
@@ -129,6 +138,8 @@ class SiteRecord(SiteFacts):
         return dataclasses.replace(
             self,
             trains=self.trains or other.trains,
+            needs_dx=self.needs_dx or other.needs_dx,
+            needs_dw=self.needs_dw or other.needs_dw,
             calls={m: share * self.calls.get(m, 0.0) + (1 - share) * other.calls.get(m, 0.0) for m in sizes},
             notes=tuple(dict.fromkeys((*self.notes, *other.notes, *self._split_differs(other)))),
             statistics=self._merged_statistics(other),

@@ -63,7 +63,7 @@ class Blocks:
         return next(failures, None) or self._left_out or block.why_reference
 
     def _error(self, site: SiteRecord, block: FusedBlock, budget_s: float) -> dict[Role, OptionError]:
-        errors = {role: OptionError() for role in (Role if site.trains else (Role.FPROP,))}
+        errors = {role: OptionError() for role in site.roles}
         exact = _Exact(block)
         samples = draw_tensors(site, 1, self._dtype, self._device)
         for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
@@ -132,7 +132,9 @@ def is_fused(site: SiteRecord, dtype: Format, device: torch.device) -> bool:
 
 def block_shape(site: SiteRecord, m: int, dtype: Format) -> BlockShape:
     kinds = (site.norm_kind if site.norm else None, site.activation_kind if site.activation else None)
-    return BlockShape(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds)
+    asked = site.roles if site.trains else tuple(Role)
+    needs = (Role.DGRAD in asked, Role.WGRAD in asked)
+    return BlockShape(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds, *needs)
 
 
 def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:

@@ -32,6 +32,8 @@ class BlockShape:
     has_bias: bool
     norm: str | None
     activation: str | None
+    needs_dx: bool = True  # in training
+    needs_dw: bool = True
 
     def __str__(self) -> str:
         return " → ".join(part for part in (f"linear {self.site}", self.norm, self.activation) if part)
@@ -77,7 +79,7 @@ def autocast_for(block: FusedBlock, dtype: torch.dtype) -> AbstractContextManage
 def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[str, Candidate]:
     """What is timed of a block, fused and as torch compiles it, by name. Turns rotate over ``copies`` of the block."""
     device, dtype, site = block.weight.device, torch_dtype(shape.dtype), shape.site
-    blocks = [_copy(block) for _ in range(copies)]
+    blocks = [_copy(block).requires_grad_(shape.needs_dw) for _ in range(copies)]
     x_MK = torch.randn(site.m, site.k, device=device, dtype=dtype)
     dy_MN = 1e-3 * torch.randn(site.m, site.n, device=device, dtype=dtype)
     z_MN = torch.randn(site.m, site.n, device=device, dtype=dtype)
@@ -96,10 +98,11 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
 
     def training(turn: int, run: Callable[[Tensor, FusedBlock], Tensor]) -> object:
         copy = blocks[turn % copies]
-        x = x_MK.detach().requires_grad_()
+        x = x_MK.detach().requires_grad_(shape.needs_dx)
         with autocast_for(block, dtype):
             y_MN = run(x, copy)
-        gradients = torch.autograd.grad(y_MN, [x, *copy.parameters()], dy_MN.to(y_MN.dtype))
+        asked = [*([x] if shape.needs_dx else []), *(copy.parameters() if shape.needs_dw else [])]
+        gradients = torch.autograd.grad(y_MN, asked, dy_MN.to(y_MN.dtype))
         if run is fused:
             copy.recast_after_step()  # once a step
         return gradients

@@ -4,7 +4,7 @@ from loka.core.environment import Environment
 from loka.core.record import Record, SiteRecord
 from loka.core.survey import Ceiling
 from loka.measure.parts import Option
-from loka.measure.site_survey import roles_of, row_counts
+from loka.measure.site_survey import row_counts
 from loka.measure.speed import Speeds, TimedShape
 
 
@@ -32,7 +32,7 @@ def _step_us(site: SiteRecord, speeds: Speeds, baseline: str, record: Record) ->
     if not site.was_called or not site.calls:
         return 0.0
     measured = row_counts(site)
-    options = [Option(baseline, role) for role in roles_of(site)]
+    options = [Option(baseline, role) for role in site.roles]
     by_rows = {m: speeds.products_us(options, TimedShape.of(site, m, record.dtype)) for m in measured}
     total = 0.0
     for m, calls in site.calls.items():

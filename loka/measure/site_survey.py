@@ -84,12 +84,8 @@ def row_counts(site: SiteRecord) -> list[int]:
     return sorted({*frequent, max(site.calls)})
 
 
-def roles_of(site: SiteRecord) -> tuple[Role, ...]:
-    return tuple(Role) if site.trains else (Role.FPROP,)
-
-
 def plain_options(site: SiteRecord, kernels: Iterable[str]) -> list[Option]:
-    return [Option(kernel, role) for kernel in kernels for role in roles_of(site)]
+    return [Option(kernel, role) for kernel in kernels for role in site.roles]
 
 
 def suggested_transforms(
@@ -100,7 +96,7 @@ def suggested_transforms(
     named = {finding.remedy for finding in findings if finding.site == site.name}
     best = {
         role: min((error.gate for option, error in errors.items() if option.role is role and option.is_8bit), default=math.inf)
-        for role in roles_of(site)
+        for role in site.roles
         if role is not Role.DGRAD
     }
     heard = [error.silenced for option, error in errors.items() if option.role is Role.FPROP and option.is_8bit]

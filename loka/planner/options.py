@@ -125,13 +125,19 @@ def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], 
     refused: list[Refusal] = []
     for block in site.blocks:
         option = _block_option(site, block, limits.goal)
-        errors = (limits.why_not(role, block.error.get(role, {})) for role in ROLES[limits.goal])
+        errors = (limits.why_not(role, block.error.get(role, {})) for role in _roles_of(block, limits.goal))
         why = block.why_not or next((error for error in errors if error), None) or why_deaf(block)
         if option is None or why:
             refused.append(Refusal(block.kernel, why or "was not timed here"))
         else:
             options.append(option)
     return options, refused
+
+
+def _roles_of(block: BlockCandidate, goal: Goal) -> tuple[Role, ...]:
+    """Those whose errors count: in training all, but for a gradient that nobody asks for; one of them is asked for."""
+    asked = tuple(role for role in ROLES[goal] if role in block.error)
+    return asked if goal is Goal.SERVING or len(asked) > 1 else ROLES[goal]
 
 
 def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockOption | None:

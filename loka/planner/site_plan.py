@@ -39,7 +39,7 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
 def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) -> Choice:
     site = costs.site
     if role not in option.kernels:
-        return Choice(site.baseline, f"{role} was not measured: no gradient was seen here")
+        return Choice(site.baseline, _not_asked(role))
     candidate = option.kernels[role]
     time_us = candidate.gemm_us.get(costs.most_frequent_m, 0.0)
     if candidate.kernel == site.baseline:
@@ -55,6 +55,9 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
     reason = f"{option.baseline_us / time_us:.3g}× the compiled high-precision block" + (", input in FP8" if fp8_input else "")
     choices = {}
     for role in ROLES[limits.goal]:
+        if role not in block.error:
+            choices[role] = Choice(block.kernel, _not_asked(role))
+            continue
         estimate = block.error[role][METRIC]
         why = f"fused block: {METRIC} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
         choices[role] = Choice(block.kernel, why, estimate)
@@ -73,6 +76,10 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
         block=BlockPlan(block.kernel, block.norm, block.activation, fp8_input, site.producer if fp8_input else None),
         refused=(*study.refused, *also, *others),
     )
+
+
+def _not_asked(role: Role) -> str:
+    return f"{role} was not measured: no gradient was seen here, or nobody asks for this one"
 
 
 def _saved(option: BlockOption) -> str:

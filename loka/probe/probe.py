@@ -86,6 +86,7 @@ class Probe:
         self._bias_norms = {name: History() for name, site in self._sites.items() if site.bias is not None}
         self._weights = WeightsOverTime(self._sites) if weights_over_time else None
         self._trains: set[str] = set()
+        self._needs_dx: set[str] = set()
         self._notes: dict[str, dict[str, None]] = {name: {} for name in self._sites}
         self._dtype: torch.dtype | None = None
         self._samples = 0
@@ -172,6 +173,8 @@ class Probe:
                 for call in calls:
                     self._calls[name][call.m] = self._calls[name].get(call.m, 0) + 1
                     self._dtype = call.dtype
+                    if call.needs_dx:
+                        self._needs_dx.add(name)
                 if not (rows := self._rows_of(name, calls, seen.dw_NK.get(name), all_finite)):
                     continue
                 if self._statistics[name] and rows.covariance is not Covariance.LOW_RANK:
@@ -233,6 +236,8 @@ class Probe:
             has_bias=module.bias is not None,
             is_head=bool(block.is_head),
             trains=name in self._trains,
+            needs_dx=name in self._needs_dx,
+            needs_dw=module.weight.requires_grad,
             calls={m: count / self._samples for m, count in sorted(self._calls[name].items())},
             norm=block.norm.module if block.norm else None,
             norm_kind=block.norm.kind if block.norm else None,

@@ -23,6 +23,7 @@ class Call:
     m: int
     x_RK: Tensor
     dtype: torch.dtype  # of the output: what the GEMM ran in
+    needs_dx: bool  # whether anything in front of it learns
     dy_RN: Tensor | None = None
 
 
@@ -100,7 +101,7 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
         if not m:
             return
         chosen_R = chosen(m)
-        call = Call(m, x_MK[chosen_R].float(), y.dtype)
+        call = Call(m, x_MK[chosen_R].float(), y.dtype, x.requires_grad)
         seen.calls.setdefault(name, []).append(call)
         if y.requires_grad:
             y.register_hook(lambda dy: _take_gradient(call, dy, chosen_R))

@@ -1,5 +1,6 @@
 """Blocks in a Survey: error of every role against float64, and times without the cast of the input."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     calls.clear()
     blocks.survey(site, [32, 64])
     assert not calls  # equal shapes are timed once
+    (first,) = blocks.survey(dataclasses.replace(site, needs_dx=False), [32])
+    assert set(first.error) == {Role.FPROP, Role.WGRAD}
+    assert calls  # another training step
+    assert [gradient.shape for gradient in calls["training"](0)] == [(96, 64), (96,)]
 
 
 def test_gradients_are_exact_where_the_forward_casts_led(monkeypatch: pytest.MonkeyPatch) -> None:

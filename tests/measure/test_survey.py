@@ -103,6 +103,25 @@ def test_a_weight_stored_in_bf16_is_read_as_it_is(is_stored_in_bf16: bool, tmp_p
     assert any(cast.tensor is TensorName.W for cast in site.casts) is not is_stored_in_bf16
 
 
+def test_what_nobody_asks_for_is_neither_measured_nor_planned_and_still_runs() -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16), nn.Linear(16, 1))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(64, 32)).square().mean().backward()
+    survey = measure(probe.record(), kernels=["onednn.int8"])
+    first, second, _ = survey.sites
+    assert {candidate.role for candidate in first.candidates} == {Role.FPROP, Role.WGRAD}
+    assert {candidate.role for candidate in second.candidates} == set(Role)
+    plan = loka.make_plan(survey, goal="training", min_speedup=0.0, max_error=1.0)
+    assert plan.sites[0].kernels[Role.DGRAD].kernel == survey.sites[0].baseline
+    assert "nobody asks for this one" in plan.sites[0].kernels[Role.DGRAD].reason
+    loka.apply_plan(model, plan)
+    x = torch.randn(64, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.any()
+
+
 def test_a_site_gets_time_by_what_it_has_of_the_work() -> None:
     """Multiplications in a step, by hand: 8·16·16, 4·3·64·64 and 2·128·512·512, in calls of 8, 4 and 128 rows."""
     parts = [("tiny", 16, {8: 1.0}), ("middle", 64, {4: 3.0}), ("large", 512, {128: 2.0})]

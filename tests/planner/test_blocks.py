@@ -104,6 +104,15 @@ def test_a_block_is_judged_in_every_role_that_runs() -> None:
     assert loka.make_plan(survey(risky), max_error={Role.WGRAD: 0.6}).sites[0].block is not None
 
 
+def test_a_gradient_that_nobody_asks_for_holds_no_block_up() -> None:
+    """The first layer has no dgrad. One that was seen without any gradient is not known to be fit for training."""
+    first, unseen = ({role: ERRORS[role] for role in roles} for roles in ((Role.FPROP, Role.WGRAD), (Role.FPROP,)))
+    planned = loka.make_plan(survey(one("a", 100.0, block(50, 150, error=first)))).sites[0]
+    assert planned.block is not None
+    assert "nobody asks for this one" in planned.kernels[Role.DGRAD].reason
+    assert loka.make_plan(survey(one("a", 100.0, block(50, 150, error=unseen)))).sites[0].block is None
+
+
 @pytest.mark.parametrize("goal", Goal)
 def test_the_time_of_the_goal_counts(goal: Goal) -> None:
     slow_backward = one("a", 100.0, block(50, 150, training_us={M: 400.0}, baseline_training_us={M: 300.0}))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record
@@ -261,6 +262,26 @@ def test_without_gradients_x_alone_is_learned_and_training_starts_afresh() -> No
     assert site.trains
     assert site.mean_K.tolist() == [5.0] * 3
     assert site.sample(5, torch.Generator())[1].shape == (5, 2)
+
+
+def test_only_gradients_that_somebody_asks_for_are_a_sites_roles() -> None:
+    """Nothing learns in front of the first layer, the second is frozen, and the third is not trained at all."""
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    model[1].requires_grad_(False)
+
+    def step(model: nn.ModuleList) -> Tensor:
+        with torch.no_grad():
+            model[2](torch.randn(4, 8))
+        return model[1](model[0](torch.randn(4, 8))).sum()
+
+    record = probe_steps(model, step)
+    assert [site.roles for site in record.sites.values()] == [
+        (Role.FPROP, Role.WGRAD),
+        (Role.FPROP, Role.DGRAD),
+        (Role.FPROP,),
+    ]
+    merged = record.merge(probe_steps(model, lambda model: model[0](torch.randn(4, 8, requires_grad=True)).sum()))
+    assert merged.sites["0"].roles == tuple(Role)
 
 
 def test_neighbours_are_recorded() -> None:
