@@ -23,9 +23,9 @@ class StepClock:
     def timed(self) -> Iterator[None]:
         if self._device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            begin.record(torch.cuda.current_stream(self._device))  # which need not be the current device's
             yield
-            end.record()
+            end.record(torch.cuda.current_stream(self._device))
             self._events.append((begin, end))
         else:
             begin_s = time.perf_counter()
