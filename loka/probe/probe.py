@@ -30,7 +30,7 @@ from loka.probe.findings.contract import find_all
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call, Watch, watch
-from loka.probe.weights import WeightsOverTime
+from loka.probe.weights import WeightsOverTime, weight_learns, weight_of
 
 logger = logging.getLogger("loka")
 
@@ -72,7 +72,7 @@ class Probe:
         if not self._sites:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
         for site in self._sites.values():
-            format_of(site.weight.dtype)  # refuses float64, before a run is spent on it
+            format_of(weight_of(site).dtype)  # refuses float64, before a run is spent on it
         self._device = self._one_device()
         self._rows = rows
         self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
@@ -134,7 +134,7 @@ class Probe:
 
     def _one_device(self) -> torch.device:
         """Where the sites lie, all of them: statistics are gathered there."""
-        devices = list(dict.fromkeys(site.weight.device for site in self._sites.values()))
+        devices = list(dict.fromkeys(weight_of(site).device for site in self._sites.values()))
         if len(devices) > 1:
             raise InvalidInput(f"the model lies on {', '.join(map(str, devices))}: probe the part on one device at a time")
         return devices[0]
@@ -224,7 +224,7 @@ class Probe:
         return Rows(x_RK, dy_RN, self.memory.forms[name], m, dw_NK, self._references.get(name))
 
     def _site(self, name: str, found: FoundBlocks) -> SiteRecord:
-        module, block = self._sites[name], found.of(name)
+        module, block, weight_NK = self._sites[name], found.of(name), weight_of(self._sites[name])
         producers = producers_of(found)
         statistics, notes = self._statistics[name], (*notes_of(block), *self._notes[name])
         if self._weights is not None:
@@ -237,7 +237,7 @@ class Probe:
             is_head=bool(block.is_head),
             trains=name in self._trains,
             needs_dx=name in self._needs_dx,
-            needs_dw=module.weight.requires_grad,
+            needs_dw=weight_learns(module),
             calls={m: count / self._samples for m, count in sorted(self._calls[name].items())},
             norm=block.norm.module if block.norm else None,
             norm_kind=block.norm.kind if block.norm else None,
@@ -247,14 +247,14 @@ class Probe:
             producer=producers.get(name),
             bias_norms=self._bias_norms[name].numbers() if name in self._bias_norms else (),
             notes=notes,
-            weight_format=format_of(module.weight.dtype),
-            weight_NK=_copy(module.weight),
+            weight_format=format_of(weight_NK.dtype),
+            weight_NK=_copy(weight_NK),
             bias_N=None if module.bias is None else _copy(module.bias),
             statistics={key: _on_cpu(statistic) for key, statistic in statistics.items()},
         )
 
     def _format(self) -> Format:
-        dtype = self._dtype or next(iter(self._sites.values())).weight.dtype
+        dtype = self._dtype or weight_of(next(iter(self._sites.values()))).dtype
         if dtype is torch.float32 and self._device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
             return Format.TF32
         return format_of(dtype)

@@ -2,11 +2,27 @@
 
 from collections.abc import Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from loka.core.matrix_normal import WIDEST, fits, matrix_normal_elements, observe_weight
 from loka.core.moments import State
 from loka.core.statistics import Rule, Statistic
+from loka.nn.graph import left_as_it_was
+
+
+def weight_of(site: nn.Linear) -> Tensor:
+    """The weight, without gradients. One that is parametrized is made when it is read, which may change what it is made from
+    (a spectral norm goes on iterating): that is put back."""
+    if (weight_NK := site._parameters.get("weight")) is not None:
+        return weight_NK.detach()
+    with torch.no_grad(), left_as_it_was(site):
+        return site.weight.detach()
+
+
+def weight_learns(site: nn.Linear) -> bool:
+    """Whether the weight, or what it is made from, is trained."""
+    return any(parameter.requires_grad for name, parameter in site.named_parameters() if name != "bias")
 
 
 class WeightsOverTime:
@@ -26,7 +42,7 @@ class WeightsOverTime:
 
     def observe(self) -> None:
         for name, state in self._states.items():
-            self._states[name] = observe_weight(state, self._sites[name].weight)
+            self._states[name] = observe_weight(state, weight_of(self._sites[name]))
 
     def statistic(self, name: str) -> dict[str, Statistic]:
         """Under its name in a Record; nothing for a site that is not followed."""

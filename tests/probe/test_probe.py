@@ -138,6 +138,24 @@ def test_training_under_a_probe_is_bit_identical_to_training_without(is_compiled
         assert not module._forward_pre_hooks
 
 
+def test_a_parametrized_weight_is_read_without_a_trace() -> None:
+    """A spectral norm takes a step of its iteration whenever its weight is read in training."""
+
+    def train(*, probed: bool) -> tuple[nn.Module, Record | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 1))
+        probe = loka.Probe(model, every=2, weights_over_time=True) if probed else None
+        for x_MK in torch.randn(5, 8, 6, generator=torch.Generator().manual_seed(1)):
+            with probe.step() if probe else torch.enable_grad():
+                model(x_MK).sum().backward()
+        return model, probe.record() if probe else None
+
+    (plain, _), (probed, record) = train(probed=False), train(probed=True)
+    assert all(torch.equal(value, probed.state_dict()[name]) for name, value in plain.state_dict().items())
+    assert Role.WGRAD in record.sites["0"].roles
+    torch.testing.assert_close(record.sites["0"].weight_NK, probed[0].weight.detach(), atol=0.1, rtol=0)
+
+
 @pytest.mark.parametrize("compile_first", [True, False])
 def test_compiled_graphs_stay_between_samples(compile_first: bool) -> None:
     """One whole graph, compiled once: neither hooks nor a counter make it anew, and sampled steps learn all the same."""
