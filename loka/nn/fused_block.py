@@ -15,7 +15,7 @@ from loka.nn.block_reference import block_reference
 from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
 from loka.nn.fused_steps import WeightCodes, cast_weight, recast_weight
-from loka.nn.linear import require_input
+from loka.nn.linear import own_weight, require_input
 from loka.nn.weight_casts import (
     drop_casts,
     holds_casts_of,
@@ -56,10 +56,8 @@ class FusedBlock(nn.Module):
     @classmethod
     def from_modules(cls, linear: nn.Linear, norm: nn.Module | None, activation: nn.Module | None) -> "FusedBlock":
         """A block that shares the very parameters of ``linear``, so that its optimizer goes on as it was."""
-        weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
-        if not isinstance(weight, nn.Parameter):
-            raise InvalidInput("the linear layer holds no weight of its own: remove its parametrization before fusing it")
-        block = cls(weight, bias if isinstance(bias, nn.Parameter) else None, norm, activation)
+        bias = linear._parameters.get("bias")
+        block = cls(own_weight(linear), bias if isinstance(bias, nn.Parameter) else None, norm, activation)
         return block.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:

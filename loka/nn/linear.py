@@ -58,7 +58,7 @@ class LokaLinear(nn.Linear):
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.in_features, module.out_features = linear.in_features, linear.out_features
-        module.weight, module.bias = linear.weight, linear.bias
+        module.weight, module.bias = own_weight(linear), linear.bias
         module.training = linear.training
         module._bind(kernels, transform, vector)
         return module
@@ -154,6 +154,14 @@ class LokaLinear(nn.Linear):
         super().__setstate__(state)
         self.refresh_weight_casts()
         keep_current(self)
+
+
+def own_weight(linear: nn.Linear) -> nn.Parameter:
+    """The weight that an optimizer moves; a parametrized layer has none, but makes one in every call."""
+    weight = linear._parameters.get("weight")
+    if not isinstance(weight, nn.Parameter):
+        raise InvalidInput("the linear layer holds no weight of its own: remove its parametrization before it is replaced")
+    return weight
 
 
 def require_input(x: Tensor, weight_NK: Tensor) -> None:

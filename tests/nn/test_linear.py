@@ -249,6 +249,12 @@ def test_made_and_run_in_inference_mode_it_trains_outside_of_it(kernels: SiteKer
     assert torch.equal(module(x_MK), loka.LokaLinear.from_linear(linear, kernels)(x_MK))
 
 
+def test_a_parametrized_layer_is_refused() -> None:
+    """What it would share is the weight of one call, which nobody trains."""
+    with pytest.raises(InvalidInput, match="remove its parametrization"):
+        loka.LokaLinear.from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(32, 16)), SAME)
+
+
 def test_a_second_derivative_is_refused() -> None:
     module = loka.LokaLinear(32, 16, kernels=SAME)
     x = torch.randn(8, 32, requires_grad=True)
