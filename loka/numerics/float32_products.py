@@ -23,6 +23,7 @@ def float32_products(precision: Precision) -> Iterator[None]:
 
 
 def _current() -> Precision:
-    if torch.backends.mkldnn.matmul.fp32_precision == "bf16":  # pyrefly: ignore[missing-attribute]
-        return "medium"
-    return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+        return "highest"
+    of_cpu = torch.backends.mkldnn.matmul.fp32_precision  # pyrefly: ignore[missing-attribute]
+    return "medium" if of_cpu == "bf16" else "high"
