@@ -6,21 +6,20 @@ Errors of sites add and cancel, and what wins at one site need not win in a mode
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
+from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
 from loka.nn.weight_casts import recast_after_step
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class Round:
     """One trial of the whole plan. ``gave_back`` is the site that went to high precision after it, if any."""
 
     sites: int
-    loss: float
-    loss_change: float  # relative to high precision: 0.0002 is 0.02 %
+    change: LossChange
     step_us: float
     baseline_us: float  # the same step in high precision, taken in turns
     gave_back: str | None = None
@@ -46,7 +44,7 @@ class CheckedPlan:
     plan: Plan
     baseline_loss: float
     rounds: tuple[Round, ...]
-    alone: dict[str, float]  # the change of loss that each site makes by itself; empty where the whole was good at once
+    alone: dict[str, LossChange]  # what each site does by itself; empty where the whole was good at once
 
     @property
     def given_back(self) -> tuple[str, ...]:
@@ -54,7 +52,8 @@ class CheckedPlan:
 
     def __str__(self) -> str:
         last = self.rounds[-1]
-        found = f"loss {last.loss_change:+.4%} of high precision's {self.baseline_loss:.5g}, {last.speedup:.2f}× as fast"
+        loss = f"loss {last.change.whole:+.4%} of high precision's {self.baseline_loss:.5g}"
+        found = f"{loss}, rounding costs {last.change.rounding:.4%}, {last.speedup:.2f}× as fast"
         gave = f"; given back: {', '.join(self.given_back)}" if self.given_back else ""
         return f"{last.sites} sites in low precision: {found}{gave}"
 
@@ -73,10 +72,11 @@ def check_plan(
 ) -> CheckedPlan:
     """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back, worst first, until the whole passes.
 
-    It passes when the mean loss is at most ``max_loss_change`` above high precision's, relatively, and a step (forward,
-    backward and the casts of weights for a training plan, forward for serving) at least ``min_speedup`` times as fast. Quality
-    decides first: the sites that raise the loss most by themselves go. Then time: those that the plan expects to save least.
-    ``loss(model, batch)`` is a scalar, of which forward alone is judged: gradients are held by the plan's limit at each role.
+    It passes when rounding costs at most ``max_loss_change`` of the loss, relatively, and the loss on these batches has not
+    surely risen by more (see ``loka.dispatch.loss_change``), and when a step (forward, backward and the casts of weights for a
+    training plan, forward for serving) is at least ``min_speedup`` times as fast. Quality decides first: the sites that harm
+    most by themselves go. Then time: those that the plan expects to save least. ``loss(model, batch)`` is a scalar, of which
+    forward alone is judged: gradients are held by the plan's limit at each role.
     ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
     """
     if applied_to(model) is not None:
@@ -88,21 +88,23 @@ def check_plan(
         raise InvalidInput(f"repeats must be at least 1, got {repeats}")
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example)
     with left_as_it_was(model), _room_to_compile(model):
-        baseline_loss = trial.mean_loss()
+        high = losses(model, held_out, loss)
+        baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
         rounds: list[Round] = []
-        alone: dict[str, float] = {}
+        alone: dict[str, LossChange] = {}
         while True:
             planned = [site for site in plan.sites if site.is_low_precision]
-            tried = trial.whole(plan, baseline_loss)
-            too_bad = not tried.loss_change <= max_loss_change
+            tried = trial.whole(plan, high)
+            too_bad = tried.change.harm > max_loss_change
             if not planned or not (too_bad or tried.speedup < min_speedup):
                 return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone)
             if too_bad:
-                alone = alone or {site.site: trial.alone(plan, site.site, baseline_loss) for site in planned}
-                worst = max(planned, key=lambda site: alone[site.site]).site
-                why = f"alone it changes the loss by {alone[worst]:+.3%}, and the whole plan did by {tried.loss_change:+.3%}"
+                alone = alone or {site.site: trial.alone(plan, site.site, high) for site in planned}
+                worst = max(planned, key=lambda site: alone[site.site].harm).site
+                costs = f"{alone[worst].rounding:.3%} of the loss ({alone[worst].whole:+.3%} on these batches)"
+                why = f"alone it costs {costs}, and the whole plan did {tried.change.rounding:.3%} ({tried.change.whole:+.3%})"
             else:
                 worst = min(planned, key=lambda site: site.baseline_us - site.time_us).site
                 why = f"the whole plan ran {tried.speedup:.2f}× as fast as high precision, and this site saves least"
@@ -120,29 +122,22 @@ class _Trial:
     on_missing: OnMissing
     example: tuple[Any, ...] | None
 
-    def mean_loss(self) -> float:
-        """Over the batches, in eval mode."""
-        self.model.eval()
-        with torch.no_grad():
-            return statistics.fmean(float(self.loss(self.model, batch)) for batch in self.batches)
-
-    def alone(self, plan: Plan, site: str, baseline_loss: float) -> float:
-        """The relative change of loss with ``site`` alone in low precision."""
+    def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:
+        """The change of loss with ``site`` alone in low precision."""
         others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
-        self._apply(plan.giving_back(others))
+        applied = self._apply(plan.giving_back(others))
         try:
-            change = (self.mean_loss() - baseline_loss) / abs(baseline_loss)
-            return math.inf if math.isnan(change) else change
+            return self._change(applied, high)
         finally:
             restore(self.model)
 
-    def whole(self, plan: Plan, baseline_loss: float) -> Round:
+    def whole(self, plan: Plan, high: list[float]) -> Round:
         """The plan as it will run: its loss, and the time of a step beside high precision's, taken in turns."""
         applied = self._apply(plan)
         swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
         inner = unwrapped(self.model)
         try:
-            loss = self.mean_loss()
+            change = self._change(applied, high)
             planned_us, plain_us = [self._pass_us()], []  # the first of each warms up
             put_back(inner, swaps)
             plain_us.append(self._pass_us())
@@ -155,8 +150,11 @@ class _Trial:
         finally:
             restore(self.model)
         step_us, baseline_us = (statistics.median(times[1:]) for times in (planned_us, plain_us))
-        change = (loss - baseline_loss) / abs(baseline_loss)
-        return Round(len(applied.sites), loss, change, step_us, baseline_us)
+        return Round(len(applied.sites), change, step_us, baseline_us)
+
+    def _change(self, applied: AppliedPlan, high: list[float]) -> LossChange:
+        modules = [applied.module(site) for site in applied.sites]
+        return change_of(*losses_both_ways(self.model, modules, self.batches, self.loss), high)
 
     def _apply(self, plan: Plan) -> AppliedPlan:
         return apply_plan(self.model, plan, on_missing=self.on_missing, example=self.example)
