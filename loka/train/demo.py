@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.core.comparison import Comparison, QualityPair, TimePair, other_precision
@@ -41,6 +40,7 @@ from loka.probe.probe import Probe
 from loka.train.checkpoint import list_checkpoints, load_checkpoint
 from loka.train.config import Precision
 from loka.train.demo_settings import DemoSettings
+from loka.train.loka_plan import log_loss_of
 from loka.train.loop import run_steps
 from loka.train.precision import autocast, matmul_precision, resolve_device
 from loka.train.progress import Progress, Silent
@@ -135,7 +135,7 @@ class _Demo:
         trainer, _ = self._trainer()
         _load_newest(trainer, self.folder)
         batches = list(islice(self.data.test(self.config.batch_size), CHECK_BATCHES))
-        loss = self._loss(trainer.model)
+        loss = log_loss_of(trainer.model, self.config.precision)
         checked = check_plan(trainer.model.dense_part, plan, batches, loss=loss, min_speedup=MIN_SPEEDUP)
         self.stage.say(f"     {plan.document.goal}: {checked}")
         return checked.plan
@@ -271,16 +271,6 @@ class _Demo:
         with self.stage.steps() as progress:
             progress.start(trainer.steps_done, steps)
             run_steps(trainer, self.data, steps, run, progress, nullcontext if probe is None else probe.step)
-
-    def _loss(self, model: Recommender) -> Callable[[nn.Module, Batch], Tensor]:
-        """Of the whole model; the module that is checked is its dense part."""
-
-        def loss(dense_part: nn.Module, batch: Batch) -> Tensor:
-            with autocast(self.config.precision, self.device):
-                logits_B = model(batch)
-            return F.binary_cross_entropy_with_logits(logits_B.double(), batch.label_B.double())
-
-        return loss
 
     def _serve(self, model: Recommender, batch: Batch) -> Tensor:
         with torch.no_grad(), autocast(self.config.precision, self.device):

@@ -1,25 +1,31 @@
-"""From a model in training to its plan: Probe, measure, plan, as a user would do it."""
+"""From a model in training to its plan: Probe, measure, plan, check, as a user would do it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import msgspec
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from loka.core.gemm import SOURCES
 from loka.core.plan import Goal
 from loka.core.survey import CastTime, SiteSurvey, Survey
 from loka.data.batch import Batch
+from loka.dispatch.check import check_plan
 from loka.measure.survey import measure
+from loka.models.recommender import Recommender
 from loka.planner.plan import make_plan
 from loka.probe.probe import Probe
+from loka.train.config import Precision
 from loka.train.paired import Run, dataset_of, prepare
-from loka.train.precision import matmul_precision, resolve_device
+from loka.train.precision import autocast, matmul_precision, resolve_device
 from loka.train.trainer import Trainer
 
 PROBE_SEED = 1_000_003  # of the runs that plans are made from: none of those that are compared
 PROBED_STEPS, SAMPLES = 200, 10
+LEAST_CHECKED, CHECKED_EXAMPLES = 4, 16_384  # batches, and examples, of the joint check
 EMULATED = ("reference.tensorwise", "reference.rowwise")  # what a plan on the CPU chooses from
 
 
@@ -38,10 +44,11 @@ def survey_model(
     return measure(record, kernels=kernels, device=trainer.device, out=out)
 
 
-def make_plan_for(run: Run, folder: Path) -> None:
+def make_plan_for(run: Run, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
     """Write the plan of a planned arm into ``folder``, unless it is there: from a run of its own, for all seeds alike.
 
-    Whatever is accurate enough goes to 8 bits, in all its roles and whether it pays or not: the harder case for quality.
+    Whatever is accurate enough goes to 8 bits, in all its roles and whether it pays or not: the harder case for quality. The
+    joint check, where the arm has one, is made on batches that the run has not come to.
     """
     if (folder / "plan.json").exists():
         return
@@ -51,11 +58,30 @@ def make_plan_for(run: Run, folder: Path) -> None:
     steps = min(config.steps or PROBED_STEPS, PROBED_STEPS)
     with matmul_precision(config.precision):
         model, _ = prepare(replace(run, config=config, plan=None), data, device)
-        batches = islice(data.train(config.batch_size), steps)
+        batches = data.train(config.batch_size)
         kernels = EMULATED if device.type == "cpu" else None
-        survey = survey_model(Trainer(model, config), batches, every=max(1, steps // SAMPLES), kernels=kernels)
-    survey.save(folder)
-    make_plan(as_if_8_bits_always_paid(survey), goal=Goal.TRAINING).save(folder)
+        trainer = Trainer(model, config)
+        survey = survey_model(trainer, islice(batches, steps), every=max(1, steps // SAMPLES), kernels=kernels)
+        survey.save(folder)
+        plan = make_plan(as_if_8_bits_always_paid(survey), goal=Goal.TRAINING)
+        if run.arm.is_checked:
+            unseen = list(islice(batches, max(LEAST_CHECKED, CHECKED_EXAMPLES // config.batch_size)))
+            loss = log_loss_of(model, config.precision)
+            checked = check_plan(model.dense_part, plan, unseen, loss=loss, min_speedup=0.0, repeats=1)
+            say(str(checked))
+            plan = checked.plan
+    plan.save(folder)
+
+
+def log_loss_of(model: Recommender, precision: Precision) -> Callable[[nn.Module, Batch], Tensor]:
+    """The loss that ``check_plan`` asks for: of the whole model, whose dense part is checked."""
+
+    def loss(dense_part: nn.Module, batch: Batch) -> Tensor:
+        with autocast(precision, batch.label_B.device):
+            logits_B = model(batch)
+        return F.binary_cross_entropy_with_logits(logits_B.double(), batch.label_B.double())
+
+    return loss
 
 
 def as_if_8_bits_always_paid(survey: Survey) -> Survey:

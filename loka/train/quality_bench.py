@@ -63,7 +63,7 @@ def run_campaign(
 
         assert folder is not None
         say(f"planning for {job.setting}, {job.run.arm.name}")
-        make_plan_for(job.run, Path(folder))
+        make_plan_for(job.run, Path(folder), say)
     n_done = 0
     for job, row in run_jobs(jobs, _train, parallel=parallel, budget_s=budget_s):
         results.add(job.key, {"setting": job.setting, "arm": job.run.arm.name, "seed": job.run.config.seed, **row})
@@ -91,7 +91,7 @@ def _jobs(campaign: Campaign, results: GatheredResults) -> Iterator[_Job]:
             for arm in (known[name] for name in campaign.arms):
                 run = Run(replace(config, precision=arm.precision), arm)
                 if arm.is_planned:
-                    run = replace(run, plan=str(plans / f"{training}-{'-'.join(arm.mods) or 'no-mods'}".replace("/", "-")))
+                    run = replace(run, plan=str(plans / f"{training}-{arm.name}".replace("/", "-")))
                 yield _Job(f"{training}/{arm.name}/{seed}", training, run)
 
 

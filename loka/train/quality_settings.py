@@ -20,6 +20,7 @@ class Arm:
     mods: tuple[str, ...] = ()
     kernel: str | None = None  # at every linear layer but the heads
     is_planned: bool = False
+    is_checked: bool = False  # the plan as a whole, by check_plan
 
 
 def arms_on(device_type: str) -> dict[str, Arm]:
@@ -33,8 +34,9 @@ def arms_on(device_type: str) -> dict[str, Arm]:
         Arm("naive", high, kernel=f"{provider}.tensorwise"),
         Arm("naive-rowwise", high, kernel=f"{provider}.rowwise"),
         Arm("mods", high, MODS),
-        Arm("loka", high, MODS, is_planned=True),
-        Arm("loka-without-mods", high, is_planned=True),
+        Arm("loka", high, MODS, is_planned=True, is_checked=True),
+        Arm("loka-without-mods", high, is_planned=True, is_checked=True),
+        Arm("loka-without-check", high, MODS, is_planned=True),
         Arm("loka-without-no-bias", high, ("block_norm", "hard_swish"), is_planned=True),
         Arm("loka-without-block-norm", high, ("no_bias", "hard_swish"), is_planned=True),
         Arm("loka-without-hard-swish", high, ("no_bias", "block_norm"), is_planned=True),
