@@ -122,10 +122,12 @@ class TestCampaign:
         for device_type in ("cpu", "cuda"):
             arms = arms_on(device_type)
             loka = arms["loka"]
-            for name, arm in arms.items():
-                if name.startswith("loka-without-") and name.removeprefix("loka-without-") not in ("mods", "selection", "check"):
-                    assert set(loka.mods) - set(arm.mods) == {name.removeprefix("loka-without-").replace("-", "_")}
-                    assert arm.is_planned
+            for mod in loka.mods:
+                arm = arms[f"loka-without-{mod.replace('_', '-')}"]
+                assert set(loka.mods) - set(arm.mods) == {mod}
+                assert arm.is_planned
+            assert replace(loka, name="loka-without-check", is_checked=False) == arms["loka-without-check"]
+            assert replace(loka, name="loka-without-mods", mods=()) == arms["loka-without-mods"]
             assert arms["loka-without-selection"].mods == loka.mods == arms["mods"].mods
         assert all(config.out is None for config in SETTINGS.values())
 
