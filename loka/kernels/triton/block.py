@@ -12,6 +12,7 @@ from torch import Tensor
 
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.gemm import descriptor
+from loka.kernels.triton.launch import on_its_gpu
 from loka.kernels.triton.tiles import (
     BACKWARD_ROWS,
     NORM_ROWS,
@@ -73,6 +74,7 @@ def block_forward(
 
 
 @torch.library.custom_op("loka::block_forward", mutates_args=())
+@on_its_gpu
 def _block_forward(
     x: Tensor,
     x_scale: Tensor | None,
@@ -143,6 +145,7 @@ def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, 
 
 
 @torch.library.custom_op("loka::norm_forward", mutates_args=())
+@on_its_gpu
 def _norm_forward(
     z: Tensor,
     block: int,
@@ -222,6 +225,7 @@ def epilogue_backward(
 
 
 @torch.library.custom_op("loka::epilogue_backward", mutates_args=())
+@on_its_gpu
 def _epilogue_backward(
     dy: Tensor, u: Tensor, rstd: Tensor, block: int | None, activation: str, bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from loka.core.errors import InvalidInput
 from loka.core.recipe import Scaling
 from loka.kernels.operand import OperandSpec, padded_size
+from loka.kernels.triton.launch import on_its_gpu
 from loka.kernels.triton.tiles import multiprocessors, power_of_two
 
 WIDEST_ROW = 16384  # values of one row that a program holds in registers
@@ -118,6 +119,7 @@ def _cast_e4m3(
     return codes
 
 
+@on_its_gpu
 def write_codes(
     x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], amax: Tensor | None = None
 ) -> None:
@@ -147,6 +149,7 @@ def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
     return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
 
 
+@on_its_gpu
 def rewrite_codes(
     x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor
 ) -> None:
@@ -219,6 +222,7 @@ def amax_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
     return [x.shape[0] * (scalings[0] == "rowwise"), x.shape[1] * (scalings[1] == "rowwise"), int("tensorwise" in scalings)]
 
 
+@on_its_gpu
 def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
     """Amaxes of rows, columns and all of ``x``: of each, only what the targets need. One read, or none."""
     from loka.kernels.triton import cast_kernels as kernels

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from loka.kernels.triton.launch import on_its_gpu
 from loka.kernels.triton.tiles import ceil_div, choose_tiles, count, grid, multiprocessors
 
 SUMS_PER_PROGRAM = 1024
@@ -20,6 +21,7 @@ def gemm(
 
 
 @torch.library.custom_op("loka::fp8_gemm", mutates_args=())
+@on_its_gpu
 def _fp8_gemm(
     a: Tensor,
     b: Tensor,
