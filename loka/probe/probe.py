@@ -9,28 +9,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from loka.core.environment import current_environment
 from loka.core.errors import InvalidInput
 from loka.core.fingerprint import fingerprint
-from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record, SiteRecord
-from loka.core.statistics import Statistic
 from loka.kernels.device import device_of
-from loka.nn.blocks import FoundBlocks, find_blocks
+from loka.nn.blocks import Block, FoundBlocks, find_blocks
 from loka.numerics.formats import format_of
 from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
 from loka.probe.exact import exact_products
-from loka.probe.facts import blocks_of, notes_of, producers_of
+from loka.probe.facts import blocks_of, producers_of
 from loka.probe.findings.contract import find_all
-from loka.probe.history import History
-from loka.probe.statistics.contract import Rows, absorb, observe
-from loka.probe.watch import Call, Watch, watch
-from loka.probe.weights import WeightsOverTime, weight_learns, weight_of
+from loka.probe.site_learning import SiteLearning
+from loka.probe.statistics.contract import Rows
+from loka.probe.watch import Watch, watch
+from loka.probe.weights import WeightsOverTime, weight_of
 
 logger = logging.getLogger("loka")
 
@@ -79,22 +77,15 @@ class Probe:
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._clock = StepClock(self._device)
         self._found: FoundBlocks | None = None
-        self._statistics: dict[str, dict[str, Statistic]] = {name: {} for name in self._sites}
-        self._learned = dict.fromkeys(self._sites, 0)  # samples in the statistics
-        self._references: dict[str, Tensor] = {}  # of dy's direction, one for each site that trains
-        self._calls: dict[str, dict[int, int]] = {name: {} for name in self._sites}
-        self._bias_norms = {name: History() for name, site in self._sites.items() if site.bias is not None}
         self._weights = WeightsOverTime(self._sites) if weights_over_time else None
-        self._trains: set[str] = set()
-        self._needs_dx: set[str] = set()
-        self._notes: dict[str, dict[str, None]] = {name: {} for name in self._sites}
         self._dtype: torch.dtype | None = None
         self._samples = 0
-        self._unlearned: deque[tuple[str, Rows]] = deque()  # of the newest sample
+        self._unlearned: deque[tuple[SiteLearning, Rows]] = deque()  # of the newest sample
         self._sites_a_step = 0  # to be learned behind each step
         self._detached = False
         self._writer = _writer()
         self.memory = plan_memory(self._sites, memory_budget, taken=self._weights.bytes if self._weights else 0)
+        self._learning = {name: SiteLearning(site, self.memory.forms[name]) for name, site in self._sites.items()}
         logger.info("probe: %s", self.memory)
 
     @contextmanager
@@ -144,8 +135,9 @@ class Probe:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
         self._learn_all()
         found = self._found or find_blocks(self._model)
+        producers = producers_of(found)
         with _outside_autograd():
-            sites = {name: self._site(name, found) for name in self._sites}
+            sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
         return Record(
             fingerprint=fingerprint((site.name, site.k, site.n, site.has_bias) for site in sites.values()),
             environment=current_environment(device_of(self._device)),
@@ -164,94 +156,32 @@ class Probe:
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         all_finite = _all_finite(seen)
         with _outside_autograd(), exact_products(self._device):
-            for name, history in self._bias_norms.items():
-                history.add(torch.linalg.vector_norm(self._sites[name].bias.float()))
             if self._weights is not None:
                 self._weights.observe()
-            for name in self._sites:
+            for name, site in self._learning.items():
                 calls = seen.trained_calls(name)
-                for call in calls:
-                    self._calls[name][call.m] = self._calls[name].get(call.m, 0) + 1
-                    self._dtype = call.dtype
-                    if call.needs_dx:
-                        self._needs_dx.add(name)
-                if not (rows := self._rows_of(name, calls, seen.dw_NK.get(name), all_finite)):
-                    continue
-                if self._statistics[name] and rows.covariance is not Covariance.LOW_RANK:
-                    self._unlearned.append((name, rows))
-                else:
-                    self._merge(name, rows)
+                self._dtype = calls[-1].dtype if calls else self._dtype
+                rows = site.look(calls, seen.dw_NK.get(name), all_finite=all_finite)
+                if rows is not None and site.may_wait:
+                    self._unlearned.append((site, rows))
+                elif rows is not None:
+                    site.learn(rows, self._fade)
 
     def _learn(self, sites: int) -> None:
         if not self._unlearned:
             return
         with _outside_autograd(), exact_products(self._device):
             for _ in range(min(sites, len(self._unlearned))):
-                self._merge(*self._unlearned.popleft())
+                site, rows = self._unlearned.popleft()
+                site.learn(rows, self._fade)
 
     def _learn_all(self) -> None:
         self._learn(len(self._unlearned))
 
-    def _merge(self, name: str, rows: Rows) -> None:
-        if rows.dy_RN is not None and name not in self._trains:
-            self._trains.add(name)
-            self._statistics[name] = {}  # what was learned without gradients cannot be paired with them
-            self._learned[name] = 0
-        elif rows.dy_RN is None and name in self._trains:
-            return
-        known = self._statistics[name]
-        self._statistics[name] = absorb(known, rows, self._learned[name], self._fade) if known else observe(rows)
-        self._learned[name] += 1
-
-    def _rows_of(self, name: str, calls: list[Call], dw_NK: Tensor | None, all_finite: bool) -> Rows | None:
-        """The rows of all calls that hold no NaN or infinity."""
-        if not calls:
-            return None
-        x_RK = _joined([call.x_RK for call in calls])
-        gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
-        dy_RN = _joined(gradients) if gradients else None
-        if not all_finite:
-            finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
-            if not finite_R.all():
-                self._notes[name]["rows with NaN or infinite values were seen and left out"] = None
-                x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
-            dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
-        if not len(x_RK):
-            return None
-        if dy_RN is not None and name not in self._references:
-            self._references[name] = reference_of(dy_RN)
-        m = sum(call.m for call in calls)
-        return Rows(x_RK, dy_RN, self.memory.forms[name], m, dw_NK, self._references.get(name))
-
-    def _site(self, name: str, found: FoundBlocks) -> SiteRecord:
-        module, block, weight_NK = self._sites[name], found.of(name), weight_of(self._sites[name])
-        producers = producers_of(found)
-        statistics, notes = self._statistics[name], (*notes_of(block), *self._notes[name])
-        if self._weights is not None:
-            statistics, notes = {**statistics, **self._weights.statistic(name)}, (*notes, *self._weights.notes(name))
-        return SiteRecord(
-            name=name,
-            k=module.in_features,
-            n=module.out_features,
-            has_bias=module.bias is not None,
-            is_head=bool(block.is_head),
-            trains=name in self._trains,
-            needs_dx=name in self._needs_dx,
-            needs_dw=weight_learns(module),
-            calls={m: count / self._samples for m, count in sorted(self._calls[name].items())},
-            norm=block.norm.module if block.norm else None,
-            norm_kind=block.norm.kind if block.norm else None,
-            activation=block.activation.module if block.activation else None,
-            activation_kind=block.activation.kind if block.activation else None,
-            consumers=tuple(map(str, block.consumers)),
-            producer=producers.get(name),
-            bias_norms=self._bias_norms[name].numbers() if name in self._bias_norms else (),
-            notes=notes,
-            weight_format=format_of(weight_NK.dtype),
-            weight_NK=_copy(weight_NK),
-            bias_N=None if module.bias is None else _copy(module.bias),
-            statistics={key: _on_cpu(statistic) for key, statistic in statistics.items()},
-        )
+    def _site(self, name: str, block: Block, producer: str | None) -> SiteRecord:
+        more = {} if self._weights is None else self._weights.statistic(name)
+        notes = () if self._weights is None else self._weights.notes(name)
+        return self._learning[name].record(name, block, producer, self._samples, more, notes)
 
     def _format(self) -> Format:
         dtype = self._dtype or weight_of(next(iter(self._sites.values()))).dtype
@@ -274,10 +204,6 @@ def _all_finite(seen: Watch) -> bool:
     return bool(torch.nn.utils.get_total_norm(tensors, norm_type=1.0).isfinite())
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
 def _writer() -> ThreadPoolExecutor:
     """One thread: of two saves the newer one stays."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
@@ -285,11 +211,3 @@ def _writer() -> ThreadPoolExecutor:
 
 def _with_findings(record: Record) -> Record:
     return dataclasses.replace(record, findings=find_all(record.sites))
-
-
-def _copy(parameter: Tensor) -> Tensor:
-    return parameter.detach().to("cpu", torch.float32, copy=True)
-
-
-def _on_cpu(statistic: Statistic) -> Statistic:
-    return Statistic(statistic.rule, {name: tensor.to("cpu", copy=True) for name, tensor in statistic.tensors.items()})

@@ -1,0 +1,114 @@
+"""What a Probe knows of one site, and how it learns a sample of it.
+
+Axes:  R rows taken of a step's calls,  K in_features,  N out_features.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from loka.core.gradient_rows import reference_of
+from loka.core.moments import Covariance
+from loka.core.record import SiteRecord
+from loka.core.statistics import Statistic
+from loka.nn.blocks import Block
+from loka.numerics.formats import format_of
+from loka.probe.facts import notes_of
+from loka.probe.history import History
+from loka.probe.statistics.contract import Rows, absorb, observe
+from loka.probe.watch import Call
+from loka.probe.weights import weight_learns, weight_of
+
+
+class SiteLearning:
+    """One linear layer, from sample to sample."""
+
+    def __init__(self, module: nn.Linear, covariance: Covariance) -> None:
+        self._module, self._covariance = module, covariance
+        self._statistics: dict[str, Statistic] = {}
+        self._samples = 0  # in the statistics
+        self._reference_N: Tensor | None = None  # of dy's direction
+        self._trains = self._needs_dx = False
+        self._calls: dict[int, int] = {}  # by their rows
+        self._bias_norms = History()
+        self._notes: dict[str, None] = {}
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a sample may be learned later: not the first, and not where a device must be waited for."""
+        return bool(self._statistics) and self._covariance is not Covariance.LOW_RANK
+
+    def look(self, calls: list[Call], dw_NK: Tensor | None, *, all_finite: bool) -> Rows | None:
+        """Count the calls of a step, and take of their rows those that hold no NaN or infinity, to be learned."""
+        if self._module.bias is not None:
+            self._bias_norms.add(torch.linalg.vector_norm(self._module.bias.float()))
+        if not calls:
+            return None
+        for call in calls:
+            self._calls[call.m] = self._calls.get(call.m, 0) + 1
+            self._needs_dx |= call.needs_dx
+        x_RK = _joined([call.x_RK for call in calls])
+        gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
+        dy_RN = _joined(gradients) if gradients else None
+        if not all_finite:
+            finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
+            if not finite_R.all():
+                self._notes["rows with NaN or infinite values were seen and left out"] = None
+                x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
+            dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
+        if not len(x_RK):
+            return None
+        if dy_RN is not None and self._reference_N is None:
+            self._reference_N = reference_of(dy_RN)
+        return Rows(x_RK, dy_RN, self._covariance, sum(call.m for call in calls), dw_NK, self._reference_N)
+
+    def learn(self, rows: Rows, fade: float) -> None:
+        """Merge the rows of a sample with what is known, which counts for ``fade`` times as much as it did."""
+        if rows.dy_RN is not None and not self._trains:
+            self._trains = True
+            self._statistics, self._samples = {}, 0  # what was learned without gradients cannot be paired with them
+        elif rows.dy_RN is None and self._trains:
+            return
+        known = self._statistics
+        self._statistics = absorb(known, rows, self._samples, fade) if known else observe(rows)
+        self._samples += 1
+
+    def record(
+        self, name: str, block: Block, producer: str | None, samples: int, more: dict[str, Statistic], notes: tuple[str, ...]
+    ) -> SiteRecord:
+        """All of it on the CPU, with ``more`` statistics and ``notes``; ``samples`` are those the Probe took."""
+        module, weight_NK = self._module, weight_of(self._module)
+        return SiteRecord(
+            name=name,
+            k=module.in_features,
+            n=module.out_features,
+            has_bias=module.bias is not None,
+            is_head=bool(block.is_head),
+            trains=self._trains,
+            needs_dx=self._needs_dx,
+            needs_dw=weight_learns(module),
+            calls={m: count / samples for m, count in sorted(self._calls.items())},
+            norm=block.norm.module if block.norm else None,
+            norm_kind=block.norm.kind if block.norm else None,
+            activation=block.activation.module if block.activation else None,
+            activation_kind=block.activation.kind if block.activation else None,
+            consumers=tuple(map(str, block.consumers)),
+            producer=producer,
+            bias_norms=self._bias_norms.numbers(),
+            notes=(*notes_of(block), *self._notes, *notes),
+            weight_format=format_of(weight_NK.dtype),
+            weight_NK=_copy(weight_NK),
+            bias_N=None if module.bias is None else _copy(module.bias),
+            statistics={key: _on_cpu(statistic) for key, statistic in {**self._statistics, **more}.items()},
+        )
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to("cpu", torch.float32, copy=True)
+
+
+def _on_cpu(statistic: Statistic) -> Statistic:
+    return Statistic(statistic.rule, {name: tensor.to("cpu", copy=True) for name, tensor in statistic.tensors.items()})
