@@ -27,10 +27,18 @@ class ClickModel(nn.Module):
         return self.head(self.tower(torch.cat([self.users(ids), dense], dim=1))).squeeze(1)
 
 
-def batches(count: int, size: int = 512) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def batches(count: int, size: int = 512) -> list[Batch]:
     """Stands for your data: clicks that depend on the first dense feature."""
     dense = torch.randn(count, size, 13)
     return list(zip(torch.randint(0, 1000, (count, size, 5)), dense, (dense[..., 0] > 0.5).float(), strict=True))
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    ids, dense, clicked = batch
+    return nn.functional.binary_cross_entropy_with_logits(model(ids, dense), clicked)
 
 
 def main(run: str) -> None:
@@ -40,10 +48,9 @@ def main(run: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     probe = loka.Probe(model, every=10)  # ←
 
-    for ids, dense, clicked in batches(60):
+    for batch in batches(60):
         with probe.step():  # ←
-            loss = nn.functional.binary_cross_entropy_with_logits(model(ids, dense), clicked)
-            loss.backward()
+            loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -51,16 +58,19 @@ def main(run: str) -> None:
     record.save(run)
     survey = loka.measure(record, out=run)  # ← minutes for a large model, and once: plans are made from it again and again
     plan = loka.make_plan(survey, goal="serving")  # ← or goal="training"
-    plan.save(run)
+    checked = loka.check_plan(model, plan, batches(4), loss=loss_of)  # ← the whole model; sites that harm it are given back
+    print(checked)
+    checked.plan.save(run)
 
     model.eval()
-    ids, dense, clicked = batches(1)[0]
+    ids, dense, _ = batches(1)[0]
     with torch.no_grad():
         before = model(ids, dense)
-        loka.apply_plan(model, plan)  # ← in place; loka.restore(model) undoes it
+        loka.apply_plan(model, checked.plan)  # ← in place; loka.restore(model) undoes it
         after = model(ids, dense)
-    low = sum(site.is_low_precision for site in plan.sites)
-    print(f"{low} of {len(plan.sites)} sites in low precision; logits moved by at most {(after - before).abs().max():.4f}")
+    sites = checked.plan.sites
+    low = sum(site.is_low_precision for site in sites)
+    print(f"{low} of {len(sites)} sites in low precision; logits moved by at most {(after - before).abs().max():.4f}")
     print(f"wrote {loka.write_report(run)}: open it in a browser")
 
 
