@@ -48,14 +48,16 @@ def make_plan_for(run: Run, folder: Path, say: Callable[[str], None] = lambda li
     """Write the plan of a planned arm into ``folder``, unless it is there: from a run of its own, for all seeds alike.
 
     Whatever is accurate enough goes to 8 bits, in all its roles and whether it pays or not: the harder case for quality. The
-    joint check, where the arm has one, is made on batches that the run has not come to.
+    joint check, where the arm has one, is made at the end of the run, on batches kept for it: what rounding costs grows as a
+    model learns.
     """
     if (folder / "plan.json").exists():
         return
     config = replace(run.config, seed=PROBE_SEED)
     device = resolve_device(config.device, config.precision)
     data = dataset_of(config, device)
-    steps = min(config.steps or PROBED_STEPS, PROBED_STEPS)
+    total = config.steps or data.batches_per_epoch(config.batch_size) or PROBED_STEPS
+    steps = min(total, PROBED_STEPS)
     with matmul_precision(config.precision):
         model, _ = prepare(replace(run, config=config, plan=None), data, device)
         batches = data.train(config.batch_size)
@@ -65,9 +67,11 @@ def make_plan_for(run: Run, folder: Path, say: Callable[[str], None] = lambda li
         survey.save(folder)
         plan = make_plan(as_if_8_bits_always_paid(survey), goal=Goal.TRAINING)
         if run.arm.is_checked:
-            unseen = list(islice(batches, max(LEAST_CHECKED, CHECKED_EXAMPLES // config.batch_size)))
-            loss = log_loss_of(model, config.precision)
-            checked = check_plan(model.dense_part, plan, unseen, loss=loss, min_speedup=0.0, repeats=1)
+            n_kept = max(LEAST_CHECKED, CHECKED_EXAMPLES // config.batch_size)
+            for batch in islice(batches, max(0, total - steps - n_kept)):
+                trainer.step(batch)
+            kept, loss = list(islice(batches, n_kept)), log_loss_of(model, config.precision)
+            checked = check_plan(model.dense_part, plan, kept, loss=loss, min_speedup=0.0, repeats=1)
             say(str(checked))
             plan = checked.plan
     plan.save(folder)
