@@ -150,10 +150,15 @@ def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("1/5")
-    process.send_signal(2)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert process.stdout is not None
+        # Not before: torch's imports swallow an interrupt here and there.
+        assert any(line.startswith("step ") for line in process.stdout)
+        process.send_signal(2)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode in (130, -2)  # a shell's 130 either way: Python may end by the signal itself
     assert f"`loka demo -o {tmp_path}` goes on where it stopped" in errors
     assert "Traceback" not in errors
