@@ -83,7 +83,7 @@ def _plan(
     inside_torch = _inside_torch(model)
     steps: list[_Step] = []
     left_alone: list[LeftAlone] = []
-    gone: set[str] = set()
+    gone: dict[str, nn.Parameter] = {}
     for mod_name, mod in chosen.items():
         for name, module in model.named_modules():
             place = Place(name, module, found)
@@ -97,8 +97,9 @@ def _plan(
             removed = tuple(parameter for parameter in removes if parameter not in gone)
             if removes and not removed:  # an earlier Mod has taken them already
                 continue
-            gone.update(removed)
-            n_removed = sum(model.get_parameter(parameter).numel() for parameter in removed)
+            counted = set(map(id, gone.values()))  # a parameter that two layers share is one
+            gone |= {parameter: model.get_parameter(parameter) for parameter in removed}
+            n_removed = sum(gone[parameter].numel() for parameter in removed if id(gone[parameter]) not in counted)
             steps.append(_Step(mod, place, Change(mod_name, name, *mod.change(place), removed, n_removed)))
     return steps, left_alone
 

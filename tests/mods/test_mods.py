@@ -102,6 +102,15 @@ def test_block_norm_of_any_width(n: int, norm: type[nn.Module], affine: bool, se
     torch.testing.assert_close(model(x), block_rms(x, 1e-3))
 
 
+def test_a_shared_bias_is_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    model[0].bias = model[1].bias
+    report = loka.apply_mods(model, ["no_bias"])
+    assert [change.removed for change in report.changes] == [("0.bias",), ("1.bias",)]
+    assert report.n_removed == 8
+    assert "8 of 113 parameters" in str(report)
+
+
 class TestOnOurModels:
     def test_all_mods(self, recommender: Recommender, batch: Batch) -> None:
         before = {name: tensor.clone() for name, tensor in recommender.state_dict().items()}
