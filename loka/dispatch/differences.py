@@ -6,6 +6,7 @@ from loka.core.environment import Environment, current_environment
 from loka.core.errors import InvalidInput
 from loka.core.fingerprint import fingerprint
 from loka.core.plan import Plan
+from loka.core.recipe import Format
 from loka.kernels.device import device_of
 
 REMEASURE = "measure again here with `loka measure run`, then `loka plan run`"
@@ -75,13 +76,22 @@ def _different_sites(sites: dict[str, nn.Linear], plan: Plan) -> list[str]:
 
 
 def environment_differences(model: nn.Module, plan: Plan) -> list[str]:
-    """Device and versions that are not those the plan was measured with, each named."""
+    """Device, versions and precision that are not those the plan was measured with, each named."""
     then = plan.document.environment
     now = current_environment(device_of(next(model.parameters()).device))
     found = [] if then.device == now.device else [f"device: measured on {then.device}, this is {now.device}"]
     if then.cuda != now.cuda:
         found.append(f"CUDA: measured with {then.cuda}, this is {now.cuda}")
-    return found + _version_differences(then, now)
+    return found + _precision_difference(model, plan) + _version_differences(then, now)
+
+
+def _precision_difference(model: nn.Module, plan: Plan) -> list[str]:
+    """Weights in 16 bits under a plan for 32: their high precision is another, and faster. Autocast is not seen from here."""
+    weights = (site._parameters.get("weight") for site in linear_sites(model).values())  # none where it is computed
+    halves = sorted({str(weight.dtype) for weight in weights if weight is not None and weight.dtype.itemsize == 2})
+    if plan.document.dtype not in (Format.FP32, Format.TF32) or not halves:
+        return []
+    return [f"precision: measured with GEMMs in {plan.document.dtype}, the weights here are {' and '.join(halves)}"]
 
 
 def _version_differences(then: Environment, now: Environment) -> list[str]:

@@ -57,6 +57,15 @@ def test_a_plan_measured_elsewhere_names_what_differs(fields: dict, message: str
     assert len(applied.differences) == 1
 
 
+def test_a_plan_for_fp32_names_weights_that_are_bf16_by_now() -> None:
+    plan = plan_for(tower(), {"bottom": SiteKernels.same("reference.rowwise")})
+    model = tower().bfloat16()
+    with pytest.raises(KernelUnavailable, match=r"measured with GEMMs in fp32, the weights here are torch\.bfloat16"):
+        loka.apply_plan(model, plan)
+    assert applied_to(model) is None
+    assert loka.apply_plan(model, plan, on_missing="high_precision").sites == ("bottom",)
+
+
 def test_kernels_that_are_missing_fall_back_only_when_asked() -> None:
     model = tower()
     plan = plan_for(model, {**MIXED, "bottom": SiteKernels.same("fbgemm.rowwise"), "top.0": SiteKernels.same("acme.fp8")})
