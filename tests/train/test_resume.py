@@ -20,7 +20,7 @@ from loka.core.errors import InvalidFile, InvalidInput
 from loka.train.config import TrainConfig
 from loka.train.loop import train
 
-STEPS, EVERY = 120, 4
+STEPS, EVERY = 240, 4
 COMMAND = (
     f"train --model wukong --preset tiny --model-options.dropout 0.2 --steps {STEPS} --batch-size 64 --log-every 3 "
     f"--checkpoint-every {EVERY} --device cpu --resume --data-options.test_examples 512 --data-options.onehot_sizes [9,99] "
@@ -76,7 +76,7 @@ def test_killed_at_random_moments_and_resumed_is_the_uninterrupted_run(tmp_path)
     moments = random.Random(0)
     reached = 0
     for _ in range(3):
-        kill_after_first_line(tmp_path / "killed", moments.uniform(0.0, 0.4))
+        kill_after_first_line(tmp_path / "killed", moments.uniform(0.0, 0.2))
         checkpoints = sorted((tmp_path / "killed" / "checkpoints").glob("step-*.safetensors"))
         reached = max(reached, *(int(path.stem.removeprefix("step-")) for path in checkpoints))
     assert 0 < reached < STEPS, "no kill struck in the middle of training: this test has shown nothing"
