@@ -26,11 +26,11 @@ _CHUNK = 8192  # features at a time
 _FLATTEST = 0.05  # least slope in it: where features say nothing of each other, a steeper step would only overshoot
 
 
-def level_scores(levels: int, like: "Tensor") -> "Tensor":
+def level_scores(levels: int, device: "torch.device") -> "Tensor":
     """The z of every level."""
     import torch
 
-    return torch.linspace(-REACH, REACH, levels, dtype=like.dtype, device=like.device)
+    return torch.linspace(-REACH, REACH, levels, dtype=torch.float32, device=device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -38,7 +38,7 @@ def _shares(levels: int, device: "torch.device") -> "tuple[Tensor, Tensor]":
     """Of a standard normal distribution, the share that each level stands for, and the share before it."""
     import torch
 
-    score_L = torch.linspace(-REACH, REACH, levels, dtype=torch.float32, device=device)
+    score_L = level_scores(levels, device)
     edges = torch.special.ndtr((score_L[1:] + score_L[:-1]) / 2)
     begin_L = torch.cat([edges.new_zeros(1), edges])
     return torch.diff(begin_L, append=edges.new_ones(1)), begin_L
@@ -49,7 +49,7 @@ def _positions(levels: int, rows: int, device: "torch.device") -> "tuple[Tensor,
     """Between which two of so many sorted rows each level lies, and how far along."""
     import torch
 
-    probability_L = torch.special.ndtr(torch.linspace(-REACH, REACH, levels, dtype=torch.float32, device=device))
+    probability_L = torch.special.ndtr(level_scores(levels, device))
     position_L = (probability_L * rows - 0.5).clamp(0, rows - 1)
     below_L = position_L.long()
     return below_L, (below_L + 1).clamp(max=rows - 1), (position_L - below_L)[:, None]
@@ -133,7 +133,7 @@ def _mean_at(values_LD: "Tensor", shift_D: "Tensor") -> "Tensor":
     """E[Q(Φ(z + shift))]: over each stretch between levels ∫(a + b·z)·φ(z) dz = a·ΔΦ − b·Δφ."""
     import torch
 
-    level_L1 = level_scores(values_LD.shape[0], values_LD)[:, None]
+    level_L1 = level_scores(values_LD.shape[0], values_LD.device)[:, None]
     edge_LD = level_L1 - shift_D
     slope_LD = values_LD.diff(dim=0) / level_L1.diff(dim=0)
     inner_LD = edge_LD[1:-1]

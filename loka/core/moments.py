@@ -51,7 +51,7 @@ def covariance_elements(form: Covariance, n_features: int) -> int:
 def moments_of(rows_RD: "Tensor", form: Covariance) -> State:
     """The state of one batch. ``rows_RD`` is FP32; the caller sees to it that its products are too (no TF32, no autocast).
 
-    The count, as all of a state that is a single number, stays on the CPU: nothing that needs it waits for a device.
+    The count stays on the CPU, wherever the rows lie: nothing that needs it waits for a device.
     """
     import torch
 

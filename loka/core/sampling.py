@@ -81,7 +81,7 @@ def make_sampler(statistics: dict[str, Statistic], k: int, weight_NK: "Tensor") 
 
     sampler = sampler_of(values_LD)
     if _cancels_otherwise(sampler, moments, weight_NK.to(values_LD.device)):
-        normal_LD = moments["mean_D"] + level_scores(len(values_LD), values_LD)[:, None] * variance_of(moments).sqrt()
+        normal_LD = moments["mean_D"] + level_scores(len(values_LD), values_LD.device)[:, None] * variance_of(moments).sqrt()
         sampler = sampler_of(torch.cat([normal_LD[:, :k], values_LD[:, k:]], dim=1))
     return sampler if gradients is None else _with_gradient(sampler, gradients)
 

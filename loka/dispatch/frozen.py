@@ -15,6 +15,8 @@ from loka.nn.block_reference import block_reference
 from loka.nn.fused_block import FusedBlock
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
+from loka.nn.linear import output_dtype
+from loka.nn.site import no_autocast
 
 
 class Frozen(nn.Module):
@@ -72,14 +74,11 @@ class FrozenLinear(Frozen):
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
-        x_MK = input.reshape(-1, self.in_features)
+        x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
         if self.weight is not None and not self.rows.take(x_MK.shape[0]):
             return F.linear(input, self.weight, self.bias)
-        if torch.is_autocast_enabled(input.device.type):
-            with torch.autocast(input.device.type, enabled=False):
-                y_MN = self._multiply(x_MK, torch.get_autocast_dtype(input.device.type))
-        else:
-            y_MN = self._multiply(x_MK, input.dtype)
+        with no_autocast(input):
+            y_MN = self._multiply(x_MK, out_dtype)
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -110,11 +109,10 @@ class FrozenBlock(Frozen):
         if self.follows:
             return input
         self._require_servable(input)
-        blocks, device = (self, *self.followers), input.device
+        blocks = (self, *self.followers)
         if input.numel() > 0 and self.why_reference is None:
-            out_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else input.dtype
             served = [ServedTensors(block.bias, block.codes, block.scale) for block in blocks]
-            (y_MN,) = serve_chain(self.chain, input.reshape(-1, self.in_features), served, out_dtype)
+            (y_MN,) = serve_chain(self.chain, input.reshape(-1, self.in_features), served, output_dtype(input))
             return y_MN.reshape(*input.shape[:-1], y_MN.shape[-1])
         for block in blocks:
             input = block._reference(input)

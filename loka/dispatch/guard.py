@@ -17,6 +17,7 @@ from loka.dispatch.drift import SiteCasts, feature_energy, predicted_errors
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import AppliedPlan, required_applied, unwrapped
 from loka.nn.fused_block import FusedBlock
+from loka.nn.linear import input_of
 
 logger = logging.getLogger("loka")
 
@@ -185,7 +186,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
 
     def watch(site: str) -> "torch.utils.hooks.RemovableHandle":
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
-            x = args[0] if args else kwargs["input"]
+            x = input_of(args, kwargs)
             x_MK = x.detach().reshape(-1, x.shape[-1])
             if not x_MK.shape[0]:
                 return

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from loka.core.errors import InvalidInput
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
+from loka.nn.linear import input_of
 from loka.numerics.confidence import estimate_mean
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -79,7 +80,7 @@ Hook = Callable[[Tensor, Tensor], Tensor | None]  # of what a site gave, and wha
 @contextmanager
 def _hooked(modules: Sequence[nn.Module], hook: Hook) -> Iterator[None]:
     def run(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], rounded: Tensor) -> Tensor | None:
-        return hook(rounded, _in_high_precision(module, args[0] if args else kwargs["input"]))
+        return hook(rounded, _in_high_precision(module, input_of(args, kwargs)))
 
     followers = {block for module in modules if isinstance(module, FusedBlock) for block in module.followers}
     handles = [module.register_forward_hook(run, with_kwargs=True) for module in modules if module not in followers]

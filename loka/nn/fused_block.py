@@ -15,7 +15,7 @@ from loka.nn.block_reference import block_reference
 from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
 from loka.nn.fused_steps import WeightCodes, cast_weight, recast_weight
-from loka.nn.linear import own_weight, require_input
+from loka.nn.linear import output_dtype, own_weight, require_input
 from loka.nn.weight_casts import (
     drop_casts,
     holds_casts_of,
@@ -176,9 +176,7 @@ def _run(
 
 
 def _run_fused(spec: ChainSpec, blocks: Sequence[FusedBlock], x: Tensor) -> tuple[Tensor, ...]:
-    device = x.device.type
-    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    results = run_chain(spec, x.reshape(-1, x.shape[-1]), [block.tensors() for block in blocks], out_dtype)
+    results = run_chain(spec, x.reshape(-1, x.shape[-1]), [block.tensors() for block in blocks], output_dtype(x))
     return tuple(result.reshape(*x.shape[:-1], result.shape[-1]) for result in results)
 
 

@@ -65,9 +65,7 @@ class LokaLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         require_input(input, self.weight)
-        device = input.device.type
-        out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        x_MK = input.reshape(-1, self.in_features)
+        x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
         y_MN = run_site(self.executor, x_MK, self.weight, self.bias, self._weight_operands(), out_dtype, self._vectors())
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
@@ -162,6 +160,17 @@ def own_weight(linear: nn.Linear) -> nn.Parameter:
     if not isinstance(weight, nn.Parameter):
         raise InvalidInput("the linear layer holds no weight of its own: remove its parametrization before it is replaced")
     return weight
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """What a linear layer gives for ``x``: autocast's dtype inside it."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    """What a linear layer was called with, as its hooks are told."""
+    return args[0] if args else kwargs["input"]
 
 
 def require_input(x: Tensor, weight_NK: Tensor) -> None:

@@ -34,7 +34,7 @@ def run_site(
         # Not by way of autograd: it casts for a backward that never comes, and torch.compile loses its context here.
         weight_casts = _with_high_precision(executor, weight_NK, weight_casts, Role.FPROP, vectors)
         x_casts = _cast(executor, TensorName.X, x_MK, (Role.FPROP,), vectors)
-        with _no_autocast(x_MK):
+        with no_autocast(x_MK):
             return executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N, vectors)
     forms = tuple(weight_casts)
     tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
@@ -63,7 +63,7 @@ class _Site(torch.autograd.Function):
         # x is cast once into what fprop reads and, where the weight is trained, into what wgrad will read.
         roles = (Role.FPROP, Role.WGRAD) if needs_weight else (Role.FPROP,)
         x_casts = _cast(executor, TensorName.X, x_MK, roles, vectors)
-        with _no_autocast(x_MK):
+        with no_autocast(x_MK):
             y_MN = executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N, vectors)
 
         ctx.executor, ctx.x_dtype, ctx.bias_dtype = executor, x_MK.dtype, None if bias_N is None else bias_N.dtype
@@ -86,7 +86,7 @@ class _Site(torch.autograd.Function):
         dy_casts = _cast(executor, TensorName.DY, dy_MN, roles)
         needs_sum = needs_bias or (needs_weight and executor.needs_dy_sum)
         dy_sum_N = dy_MN.sum(0, dtype=torch.float32) if needs_sum else None
-        with _no_autocast(dy_MN):
+        with no_autocast(dy_MN):
             if needs_x:
                 casts = _unflatten(weight_NK, ctx.cached_forms, cached)
                 casts = _with_high_precision(executor, weight_NK, casts, Role.DGRAD, vectors)
@@ -98,7 +98,7 @@ class _Site(torch.autograd.Function):
         return (dx_MK, dw_NK, db_N, *(None for _ in ctx.needs_input_grad[3:]))
 
 
-def _no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Casts and products say their dtypes themselves. Where there is no autocast, leaving it would cost an eager call 15 µs."""
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -115,7 +115,7 @@ def _cast(
     roles: tuple[Role, ...],
     vectors: TransformVectors | None = None,
 ) -> Casts:
-    with _no_autocast(tensor):
+    with no_autocast(tensor):
         return executor.cast(name, tensor, roles, vectors)
 
 

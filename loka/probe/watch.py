@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from loka.nn.linear import input_of
+
 
 @dataclass
 class Call:
@@ -95,7 +97,7 @@ def _example_hook(seen: Watch) -> Any:
 
 def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
     def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
-        x = args[0] if args else kwargs["input"]
+        x = input_of(args, kwargs)
         x_MK = x.detach().reshape(-1, module.in_features)
         m = x_MK.shape[0]
         if not m:
