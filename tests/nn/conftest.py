@@ -1,9 +1,12 @@
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from emulated_block import emulate
 
+sys.path.insert(0, str(Path(__file__).parent))  # found_lines, which test files of this folder share
 # Triton reads it when it is first imported: our kernels run interpreted on a CPU, compiled on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 

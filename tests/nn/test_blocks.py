@@ -1,11 +1,9 @@
 """Blocks found in models whose structure is planted or written down by hand, with an example and without."""
 
-import copy
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
+from found_lines import lines
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -36,16 +34,6 @@ def parts(name: str) -> tuple[Recommender, tuple[Tensor, ...]]:
     batch = make_batch()
     with torch.no_grad():
         return model, (batch.dense_BD, *model.embeddings(batch))
-
-
-def lines(found: FoundBlocks) -> list[str]:
-    """Each block in a line, without shapes."""
-    return [
-        " → ".join([block.site, *(f.kind for f in (block.norm, block.activation) if f)])
-        + " ⇒ "
-        + ", ".join(map(str, block.consumers))
-        for block in found
-    ]
 
 
 class TestOurModels:
@@ -330,167 +318,6 @@ def test_heads(model: nn.Module, heads: list[str], with_example: bool) -> None:
     found = find_blocks(model, (torch.randn(2, 8),) if with_example else None)
     assert [block.site for block in found if block.is_head] == heads
     assert all(block.is_head is not None for block in found)
-
-
-class Fallible(nn.Module):
-    """Traceable but for one module deep inside, which branches on a value."""
-
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.positive = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
-            self.negative = nn.ModuleList([nn.Linear(4, 4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.positive(x) if x.sum() > 0 else self.negative[0](x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrapped = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), self.Branch())
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
-        y = self.head(self.norm(scale * self.wrapped(x)))
-        return y if bias is None else y + bias
-
-
-def test_one_untraceable_module_costs_only_itself() -> None:
-    found = find_blocks(Fallible())
-    assert found.graph.method is Method.PARTS
-    assert list(found.graph.untraceable) == ["wrapped.2"]
-    assert "wrapped.2: TraceError: symbolically traced variables cannot be used as inputs to control flow" in found.how
-    assert found.of("wrapped.0").activation == Follower("ReLU", "wrapped.1")
-    assert found.of("wrapped.0").consumers == (Consumer(Kind.OTHER, "wrapped.2"),)
-    positive, negative = found.of("wrapped.2.positive.0"), found.of("wrapped.2.negative.0")
-    assert positive.activation == Follower("SiLU", "wrapped.2.positive.1")
-    assert negative.consumers == (Consumer(Kind.UNKNOWN, "wrapped.2"),)
-    assert (positive.calls, negative.calls, found.of("head").calls) == (None, None, 1)
-    assert [block.is_head for block in found] == [False, False, False, True]  # behind the branch comes a norm
-    assert found.of("head").consumers == (Consumer(Kind.OUTPUT, "output"),)  # arguments left out keep their default
-
-
-def test_a_head_inside_an_untraceable_module_is_known_by_where_that_is_called() -> None:
-    found = find_blocks(nn.Sequential(nn.Linear(4, 4), Fallible.Branch(), nn.Flatten()))
-    assert {block.site: block.is_head for block in found} == {"0": False, "1.positive.0": False, "1.negative.0": True}
-
-
-def test_a_run_takes_the_branch_that_the_example_takes() -> None:
-    model = Fallible()
-    nn.init.ones_(model.wrapped[0].weight)
-    found = find_blocks(model, (torch.ones(2, 4),))
-    assert (found.of("wrapped.2.positive.0").calls, found.of("wrapped.2.negative.0").calls) == (1, 0)
-    assert found.of("wrapped.2.positive.0").consumers == (Consumer(Kind.OTHER, "mul"),)
-
-
-@dataclass
-class Inputs:
-    x: Tensor
-    extra: list[Tensor]
-
-
-@dataclass
-class Outputs:
-    logits: Tensor
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[override, no-untyped-def]
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:  # type: ignore[override, no-untyped-def]
-        return dy * 2
-
-
-class AnyPython(nn.Module):
-    """The user's own types in and out, in-place changes, an autograd function, a written slice, a compiled part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.compiled = torch.compile(lambda x: x.relu() + 1, backend=lambda *_: pytest.fail("compiled in a recorded run"))
-
-    def forward(self, inputs: Inputs) -> Outputs:
-        y = self.first(inputs.x)
-        y += inputs.extra[0]
-        z = torch.zeros_like(y)
-        z[:, :2] = self.second(y)[:, :2]
-        z = self.compiled(self.third(z))
-        return Outputs(self.out(Doubled.apply(z)))
-
-
-def test_a_run_follows_tensors_through_any_python() -> None:
-    found = find_blocks(AnyPython(), (Inputs(torch.randn(3, 4), [torch.randn(3, 4)]),))
-    assert lines(found) == ["first ⇒ add", "second ⇒ getitem", "third → relu ⇒ add", "out ⇒ output"]
-    assert found.of("first").consumers == (Consumer(Kind.ADD, "add"),)
-    assert [block.is_head for block in found] == [False, False, False, True]
-
-
-class WritesInto(nn.Module):
-    """Served without gradients: a residual is added where the linear's output lies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return self.norm(torch.add(y, x, out=y))
-
-
-def test_what_is_written_by_out_stands_between_a_site_and_its_norm() -> None:
-    assert lines(find_blocks(WritesInto(), (torch.randn(3, 4),))) == ["linear ⇒ add"]
-
-
-class Careless(nn.Module):
-    """Keeps what it saw, counts its calls, draws random numbers and trains a BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.seen, self.count = nn.Linear(4, 4), nn.BatchNorm1d(4), [], 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        self.last = x
-        self.seen.append(x)
-        return F.dropout(self.norm(self.linear(x)), 0.5)
-
-
-@pytest.mark.parametrize("with_example", [True, False])
-def test_the_model_and_the_random_state_are_left_as_they_were(with_example: bool) -> None:
-    model = Careless()
-    model.linear.register_forward_hook(lambda *_: None)
-    seen, random_state, before = model.seen, torch.get_rng_state(), copy.deepcopy(model.state_dict())
-    find_blocks(model, (torch.randn(8, 4, generator=torch.Generator().manual_seed(0)),) if with_example else None)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert (model.count, model.seen, hasattr(model, "last"), model.training) == (0, [], False, True)
-    assert model.seen is seen
-    assert len(model.linear._forward_hooks) == 1
-    assert not any(m._forward_pre_hooks for m in model.modules())
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
-    model(torch.randn(8, 4)).sum().backward()
-    assert model.linear.weight.grad is not None
-
-
-def test_what_the_model_raises_is_raised_and_leaves_no_hook() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        find_blocks(model, (torch.randn(2, 5),))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_a_compiled_model_is_looked_through() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 1))
-    expected = find_blocks(model).blocks
-    assert expected[0].norm == Follower("LayerNorm", "1")
-    assert find_blocks(torch.compile(model, backend="eager"), (torch.randn(2, 4),)).blocks == expected  # type: ignore[arg-type]
-    model.compile(backend="eager")
-    assert find_blocks(model, (torch.randn(2, 4),)).blocks == expected
-    assert find_blocks(model).blocks == expected
 
 
 def test_printed_it_reads_as_a_list_of_chains() -> None:
