@@ -54,11 +54,13 @@ def plan_for(
 ) -> Plan:
     """A plan as made here: the sites of ``kernels`` on theirs, the others in high precision. ``site/center`` in ``vectors``."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    sites = tuple(_site(name, linear, kernels.get(name), goal, vectors or {}) for name, linear in linears.items())
+    weight = next(model.parameters())
+    dtype = Format.BF16 if weight.dtype is torch.bfloat16 else Format.FP32
+    sites = tuple(_site(name, linear, kernels.get(name), goal, dtype, vectors or {}) for name, linear in linears.items())
     document = PlanDocument(
         fingerprint=fingerprint((name, m.in_features, m.out_features, m.bias is not None) for name, m in linears.items()),
-        environment=current_environment(device_of(next(model.parameters()).device)),
-        dtype=Format.FP32,
+        environment=current_environment(device_of(weight.device)),
+        dtype=dtype,
         goal=goal,
         max_error=dict.fromkeys(Role, 0.2),
         min_speedup=1.05,
@@ -68,11 +70,16 @@ def plan_for(
 
 
 def _site(
-    name: str, linear: nn.Linear, how: SiteKernels | BlockPlan | None, goal: Goal, vectors: Mapping[str, Tensor]
+    name: str,
+    linear: nn.Linear,
+    how: SiteKernels | BlockPlan | None,
+    goal: Goal,
+    dtype: Format,
+    vectors: Mapping[str, Tensor],
 ) -> SitePlan:
     roles = list(Role) if goal is Goal.TRAINING else [Role.FPROP]
     names = {
-        role: "torch.fp32" if how is None else how.kernel if isinstance(how, BlockPlan) else how.of(role) for role in roles
+        role: f"torch.{dtype}" if how is None else how.kernel if isinstance(how, BlockPlan) else how.of(role) for role in roles
     }
     estimate = Estimate(0.08, 0.07, 0.09, 50)
     choices = {
