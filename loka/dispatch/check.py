@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
@@ -86,8 +86,9 @@ def check_plan(
         raise InvalidInput("there is nothing to check on: give at least one held-out batch")
     if repeats < 1:
         raise InvalidInput(f"repeats must be at least 1, got {repeats}")
-    trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example)
-    with left_as_it_was(model), _room_to_compile(model):
+    learned = _learned_by(model, loss, held_out[0])
+    trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)
+    with left_as_it_was(model, learned), _room_to_compile(model):
         high = losses(model, held_out, loss)
         baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:
@@ -121,6 +122,7 @@ class _Trial:
     repeats: int
     on_missing: OnMissing
     example: tuple[Any, ...] | None
+    learned: frozenset[Tensor]  # what a backward pass gives gradients to
 
     def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:
         """The change of loss with ``site`` alone in low precision."""
@@ -169,7 +171,7 @@ class _Trial:
                 value = self.loss(self.model, batch)
             if is_training:
                 value.backward()
-                self.model.zero_grad()
+                _drop_gradients(self.learned)
                 recast_after_step(self.model)
         return 1e6 * (self._now() - start) / len(self.batches)
 
@@ -189,13 +191,39 @@ def _room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=65536)
 
 
+def _learned_by(model: nn.Module, loss: Loss, batch: Any) -> frozenset[Tensor]:
+    """The parameters of ``model``, and what else ``loss`` reaches: embeddings in front of the model, say."""
+    with left_as_it_was(model), torch.compiler.set_stance("force_eager"):
+        model.train()
+        with torch.enable_grad():
+            todo = [loss(model, batch).grad_fn]
+    seen, found = set(), set(model.parameters())
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [node for node, _ in node.next_functions]
+        if (leaf := getattr(node, "variable", None)) is not None:  # of a node that accumulates a leaf's gradient
+            found.add(leaf)
+    return frozenset(found)
+
+
+def _drop_gradients(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers, mode and torch's random numbers are behind the block what they were in front of it."""
+def left_as_it_was(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Gradients, buffers, mode and torch's random numbers are behind the block what they were in front of it.
+
+    ``learned`` has gradients beside the model's own parameters.
+    """
     modes = {module: module.training for module in model.modules()}
-    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *learned)}
     buffers = {buffer: buffer.clone() for buffer in model.buffers()}
-    model.zero_grad()
+    _drop_gradients(gradients)
     try:
         with torch.random.fork_rng():
             yield
