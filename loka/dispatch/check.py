@@ -28,13 +28,8 @@ class Round:
 
     sites: int
     change: LossChange
-    step_us: float
-    baseline_us: float  # the same step in high precision, taken in turns
+    speedup: float | None  # of a step, over high precision; None where the loss had decided already
     gave_back: str | None = None
-
-    @property
-    def speedup(self) -> float:
-        return self.baseline_us / self.step_us
 
 
 @dataclass(frozen=True)
@@ -97,11 +92,10 @@ def check_plan(
         alone: dict[str, LossChange] = {}
         while True:
             planned = [site for site in plan.sites if site.is_low_precision]
-            tried = trial.whole(plan, high)
-            too_bad = tried.change.harm > max_loss_change
-            if not planned or not (too_bad or tried.speedup < min_speedup):
+            tried = trial.whole(plan, high, max_loss_change)
+            if tried.speedup is not None and (not planned or tried.speedup >= min_speedup):
                 return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone)
-            if too_bad:
+            if tried.speedup is None:
                 alone = alone or {site.site: trial.alone(plan, site.site, high) for site in planned}
                 worst = max(planned, key=lambda site: alone[site.site].harm).site
                 costs = f"{alone[worst].rounding:.3%} of the loss ({alone[worst].whole:+.3%} on these batches)"
@@ -133,26 +127,29 @@ class _Trial:
         finally:
             restore(self.model)
 
-    def whole(self, plan: Plan, high: list[float]) -> Round:
-        """The plan as it will run: its loss, and the time of a step beside high precision's, taken in turns."""
+    def whole(self, plan: Plan, high: list[float], max_loss_change: float) -> Round:
+        """The plan as it will run: its loss, and where that is good its time. A compiled model is compiled for that."""
         applied = self._apply(plan)
-        swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
-        inner = unwrapped(self.model)
         try:
             change = self._change(applied, high)
-            planned_us, plain_us = [self._pass_us()], []  # the first of each warms up
-            put_back(inner, swaps)
-            plain_us.append(self._pass_us())
-            for _ in range(self.repeats):
-                put_in(inner, swaps)
-                planned_us.append(self._pass_us())
-                put_back(inner, swaps)
-                plain_us.append(self._pass_us())
-            put_in(inner, swaps)
+            is_good = not applied.sites or change.harm <= max_loss_change
+            return Round(len(applied.sites), change, self._speedup(applied) if is_good else None)
         finally:
             restore(self.model)
-        step_us, baseline_us = (statistics.median(times[1:]) for times in (planned_us, plain_us))
-        return Round(len(applied.sites), change, step_us, baseline_us)
+
+    def _speedup(self, applied: AppliedPlan) -> float:
+        """Of a step by the plan over one in high precision, taken in turns."""
+        if not applied.sites:
+            return 1.0
+        swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
+        inner = unwrapped(self.model)
+        planned_us, plain_us = [], []
+        for _ in range(1 + self.repeats):
+            planned_us.append(self._pass_us())
+            put_back(inner, swaps)
+            plain_us.append(self._pass_us())
+            put_in(inner, swaps)
+        return statistics.median(plain_us[1:]) / statistics.median(planned_us[1:])  # the first of each warms up
 
     def _change(self, applied: AppliedPlan, high: list[float]) -> LossChange:
         modules = [applied.module(site) for site in applied.sites]

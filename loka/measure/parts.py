@@ -24,6 +24,12 @@ from loka.numerics.formats import format_of
 from loka.numerics.metrics import ErrorReport, measure_error
 from loka.numerics.reference import gemm
 
+SHARERS = {  # the two roles that read a tensor, and can share one pass over it
+    TensorName.X: (Role.FPROP, Role.WGRAD),
+    TensorName.DY: (Role.DGRAD, Role.WGRAD),
+    TensorName.W: (Role.FPROP, Role.DGRAD),
+}
+
 
 @dataclass(frozen=True)
 class Option:
@@ -207,6 +213,17 @@ class SiteParts:
 def is_compiled(form: Form, problem: CastProblem) -> bool:
     """Whether a model's cast into ``form`` is compiled by torch, for a second or two, before it runs."""
     return problem.device.type == "cuda" and form.spec.format.is_8bit and choose_caster(form, problem) == "torch"
+
+
+def is_worth_sharing(a: Form, b: Form) -> bool:
+    """Whether a cast into both forms at once is worth a kernel of its own. Scales of tiles go with scales of tiles: beside
+    others they are for rare sites, and half of all pairs."""
+    are_8bit = a.spec.format.is_8bit and b.spec.format.is_8bit
+    return are_8bit and a.transform is b.transform and _is_tiled(a) == _is_tiled(b)
+
+
+def _is_tiled(form: Form) -> bool:
+    return form.spec.scaling.block[1] not in (1, None)
 
 
 def _cast_problem(name: TensorName, tensor: Tensor) -> CastProblem:

@@ -14,18 +14,13 @@ from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
 from loka.kernels.operand import Form
 from loka.measure.block import Blocks
 from loka.measure.error import OptionError, measure_errors, on_device, vector_of
-from loka.measure.parts import Option
+from loka.measure.parts import SHARERS, Option, is_worth_sharing
 from loka.measure.speed import Speeds, TimedShape
 from loka.numerics.formats import torch_dtype
 
 MOST_ROW_COUNTS = 6  # of a site, the most frequent: the planner takes the nearest above for the others
 UNHEALTHY = 0.1  # mere_floored of a healthy e4m3 site is 0.08: past this a transform may help
 WORTH_TIMING = 0.5  # past it no limit on the error lets an option in
-SHARERS = {
-    TensorName.X: (Role.FPROP, Role.WGRAD),
-    TensorName.DY: (Role.DGRAD, Role.WGRAD),
-    TensorName.W: (Role.FPROP, Role.DGRAD),
-}
 
 
 @dataclass(frozen=True)
@@ -193,11 +188,8 @@ def _cast_sets(
         by_role[option.role][form] = None
     first, second = (list(forms) for forms in by_role.values())
     # Casts that torch compiles are timed one by one: a compilation for every pair would take minutes.
-    paired = [
-        [form for form in forms if form.spec.format.is_8bit and not speeds.is_compiled(name, form, shape)]
-        for forms in (first, second)
-    ]
-    pairs = [(a, b) for a, b in product(*paired) if a.transform is b.transform]
+    paired = [[form for form in forms if not speeds.is_compiled(name, form, shape)] for forms in (first, second)]
+    pairs = [(a, b) for a, b in product(*paired) if is_worth_sharing(a, b)]
     return [*((form,) for form in dict.fromkeys((*first, *second))), *pairs]
 
 

@@ -117,22 +117,28 @@ def _failed_trials(
     shown: Progress,
 ) -> tuple[dict[tuple[Option, int, int], str], dict[BlockShape, str]]:
     """What failed, in a process of its own or in an earlier attempt: kernels by option and shape of the layer, and blocks."""
-    trials: dict[AnyTrial, tuple[Option, int, int] | None] = {}
+    called = [site for site in sites if site.was_called and site.calls]
+    trials: dict[AnyTrial, tuple[Option, int, int] | None] = {
+        BlockTrial(block_shape(site, m, record.dtype), str(device)): None
+        for site in called
+        if BLOCK_KERNEL not in partial.left_out and is_fused(site, record.dtype, device)
+        for m in row_counts(site)
+    }  # in front, for they take longest
     failed: dict[tuple[Option, int, int], str] = {}
-    for site in sites:
-        if not site.was_called or not site.calls:
-            continue
+    for site in called:
+        able = []
+        shape = TimedShape.of(site, usual_rows(site), record.dtype)
         for option in plain_options(site, names):
             if option.kernel in partial.left_out:
                 failed[option, site.k, site.n] = partial.left_out[option.kernel]
-                continue
-            shape = TimedShape.of(site, usual_rows(site), record.dtype)
-            if needs_trial(option.kernel) and speeds.refusal(option, shape) is None:
-                module = type(KERNELS.get(option.kernel)).__module__
-                trial = Trial(option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device))
-                trials[trial] = (option, site.k, site.n)
-        if BLOCK_KERNEL not in partial.left_out and is_fused(site, record.dtype, device):
-            trials |= {BlockTrial(block_shape(site, m, record.dtype), str(device)): None for m in row_counts(site)}
+            elif needs_trial(option.kernel) and speeds.refusal(option, shape) is None:
+                able.append(option)
+        beside = tuple(dict.fromkeys(option.kernel for option in able))
+        for option in able:
+            module = type(KERNELS.get(option.kernel)).__module__
+            dtypes = shape.dtype, shape.weight_dtype
+            trial = Trial(option.kernel, module, option.role, shape.shape, *dtypes, str(device), beside)
+            trials[trial] = (option, site.k, site.n)
     if trials:
         kernels = len({trial.kernel for trial in trials})
         shown.say(f"trying {kernels} kernels at {len(trials)} problems in processes of their own")

@@ -33,7 +33,10 @@ TRUSTED = ("loka.kernels.providers.torch_high", "loka.kernels.providers.referenc
 
 
 class Trial(msgspec.Struct, frozen=True, tag="kernel"):
-    """One problem of one kernel, to be run once on normal values. ``module`` registers the kernel when imported."""
+    """One problem of one kernel, to be run once on normal values. ``module`` registers the kernel when imported.
+
+    ``beside`` are kernels that a plan may give other roles of the site to: the casts that both read are compiled too.
+    """
 
     kernel: str
     module: str
@@ -42,6 +45,7 @@ class Trial(msgspec.Struct, frozen=True, tag="kernel"):
     dtype: Format
     weight_dtype: Format
     device: str
+    beside: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.role} of {self.shape}"

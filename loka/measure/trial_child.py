@@ -3,15 +3,15 @@
 import importlib
 import os
 import sys
+from contextlib import nullcontext, suppress
 from typing import BinaryIO
 
 import msgspec
 import torch
 
-from loka.core.gemm import Role, TensorName
 from loka.kernels.contract import KERNELS
 from loka.measure.block_parts import BlockShape, block_calls, random_block, room_to_compile
-from loka.measure.parts import Option, SiteParts, SiteTensors, told
+from loka.measure.parts import SHARERS, Option, SiteParts, SiteTensors, is_worth_sharing, told
 from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import torch_dtype
@@ -41,17 +41,23 @@ def _is_known(trial: Trial) -> bool:
 
 
 def _run_kernel(trial: Trial, device: torch.device) -> None:
-    """The kernel's product, and the casts that share a read with its other roles' ones."""
+    """The kernel's product, and the casts that share a read with other roles' ones."""
     tensors = SiteTensors.random(
         trial.shape, torch_dtype(trial.dtype), device, weight_dtype=torch_dtype(trial.weight_dtype), copies=1
     )
     parts, option = SiteParts(tensors), Option(trial.kernel, trial.role)
     parts.multiply(option)
-    for name in TensorName:
-        forms = {Option(trial.kernel, role).form_of(name): None for role in Role}
-        shared = tuple(form for form in forms if form is not None and form.spec.format.is_8bit)
-        if option.form_of(name) in shared and not any(parts.is_compiled(name, form) for form in shared):
-            parts.cast(name, shared, 0)
+    for name, (role, other_role) in SHARERS.items():
+        if role is not option.role:
+            continue
+        for kernel in (trial.kernel, *(kernel for kernel in trial.beside if kernel in KERNELS)):
+            own, other = option.form_of(name), Option(kernel, other_role).form_of(name)
+            assert own is not None
+            assert other is not None
+            pair = own, other
+            if is_worth_sharing(own, other) and not any(parts.is_compiled(name, form) for form in pair):
+                with nullcontext() if kernel == trial.kernel else suppress(Exception):  # whose fault it is, measuring tells
+                    parts.cast(name, pair, 0)
 
 
 def _run_block(shape: BlockShape, device: torch.device) -> None:

@@ -59,7 +59,7 @@ def settings_for(device: torch.device) -> DemoSettings:
         fewer: dict[str, Option] = {"n_layers": 2}
         return DemoSettings(
             "base", Goal.TRAINING, 4096, 200, 200, 24, Precision.BF16, compile=True,
-            model_options=fewer, unlike_preset="2 layers", checkpoint_every=100,
+            model_options=fewer, unlike_preset="2 layers", checkpoint_every=200,
         )  # fmt: skip
     # The preset's own layers are too narrow to be worth a cast; in these GEMMs are most of the time, as in real models.
     wider: dict[str, Option] = {"fmb_widths": (1024, 512), "top_widths": (1024, 512)}

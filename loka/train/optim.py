@@ -43,7 +43,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             sum_R.add_(gradient_RE.square().mean(1))
             table_RE.sub_(lr * gradient_RE / (sum_R.sqrt() + eps)[:, None])
             return
-        rows_K, gradient_KE = sum_by_row(gradient._indices()[0], self._without_bad(gradient._values()))
+        rows_K, gradient_KE = sum_by_row(gradient._indices()[0], self._without_bad(gradient._values()), len(table_RE))
         gradient_KE = gradient_KE.float()
         sum_R.index_add_(0, rows_K, gradient_KE.square().mean(1))
         update_KE = gradient_KE / (sum_R[rows_K].sqrt() + eps)[:, None]
@@ -54,18 +54,20 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return gradient if self.found_inf is None else gradient.masked_fill(self.found_inf.bool(), 0.0)
 
 
-def sum_by_row(rows_K: Tensor, gradient_KE: Tensor) -> tuple[Tensor, Tensor]:
+def sum_by_row(rows_K: Tensor, gradient_KE: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     """Gather the gradients of equal rows: an id that occurs twice in a batch is one row with their sum, not two updates.
 
-    The result has as many rows as came in, those left over being row 0 with a gradient of zero. That is what ``coalesce``
-    does but for the length, which the host would have to wait for.
+    The result has as many rows as came in, those left over having a gradient of zero. That is what ``coalesce`` does but for
+    the length, which the host would have to wait for. What is left over is spread over the table: a GPU adds to one row, were
+    it all row 0, one by one.
     """
     sorted_K, order_K = rows_K.sort()
     is_new_K = torch.ones_like(sorted_K, dtype=torch.bool)
     is_new_K[1:] = sorted_K[1:] != sorted_K[:-1]
     target_K = torch.empty_like(rows_K).scatter_(0, order_K, is_new_K.cumsum(0) - 1)
     summed_KE = torch.zeros_like(gradient_KE).index_add_(0, target_K, gradient_KE)
-    return torch.zeros_like(rows_K).scatter_(0, target_K, rows_K), summed_KE
+    spread_K = torch.arange(len(rows_K), device=rows_K.device).remainder_(n_rows)
+    return spread_K.scatter_(0, target_K, rows_K), summed_KE
 
 
 def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:

@@ -3,16 +3,19 @@
 from functools import partial
 from threading import Barrier
 
+import msgspec
 import pytest
 import torch
 from emulated_block import emulate
 from stand_in_records import record_of, site_record
 
 from loka.core.errors import KernelUnavailable
-from loka.core.gemm import Role, SiteShape
+from loka.core.gemm import Role, SiteShape, TensorName
 from loka.core.recipe import Format
+from loka.kernels.operand import Form
 from loka.measure import trial as module
 from loka.measure.block_parts import BlockShape
+from loka.measure.parts import SiteParts
 from loka.measure.survey import measure
 from loka.measure.trial import Answer, BlockTrial, Trial, try_kernels
 from loka.measure.trial_child import run
@@ -21,6 +24,26 @@ from loka.measure.trial_child import run
 def problem(kernel: str, m: int = 32) -> Trial:
     shape = SiteShape(m, 64, 48)
     return Trial(kernel, "loka.kernels.providers.reference", Role.FPROP, shape, Format.FP32, Format.FP32, "cpu")
+
+
+def test_casts_that_two_kernels_share_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a survey's own process would compile them one after another, for minutes. A failure there is not the kernel's."""
+    made = []
+
+    def cast(self: SiteParts, name: TensorName, forms: tuple[Form, ...], turn: int) -> None:
+        made.append((name, *(str(form.spec.scaling) for form in forms)))
+        if len({form.spec.scaling for form in forms}) > 1:
+            raise RuntimeError("no such pair")
+
+    monkeypatch.setattr(SiteParts, "cast", cast)
+    beside = ("reference.rowwise", "reference.tensorwise", "reference.blockwise", "of another process")
+    trial = msgspec.structs.replace(problem("reference.rowwise"), beside=beside)
+    assert run(trial) == Answer()
+    both = [("rowwise", "rowwise"), ("rowwise", "tensorwise")]  # and none with tiles: those go by themselves
+    assert set(made) == {(name, *pair) for name in (TensorName.X, TensorName.W) for pair in both}
+
+    monkeypatch.setattr(SiteParts, "cast", lambda *_: 1 / 0)
+    assert "division" in (run(problem("reference.rowwise")).why_not or "")
 
 
 class _Children:
