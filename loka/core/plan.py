@@ -1,7 +1,7 @@
 """The Plan: the kernel chosen for every site and role, with the numbers and the reason, chosen or not."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -57,6 +57,15 @@ class BlockPlan(Struct, frozen=True):
     producer: str | None = None  # a site
 
 
+class ExactForward(Struct, frozen=True):
+    """A site at its fastest with fprop in high precision and no block: what it is given back to where the rounding of its
+    forward pass costs too much. Rounding of gradients does not show in the loss."""
+
+    kernels: dict[Role, Choice]
+    baseline_us: float
+    time_us: float
+
+
 class SitePlan(Struct, frozen=True):
     """One site. Its times are of a whole step: all its calls, casts included."""
 
@@ -70,10 +79,15 @@ class SitePlan(Struct, frozen=True):
     transform: Transform = Transform.NONE
     block: BlockPlan | None = None
     refused: tuple[Refusal, ...] = ()
+    exact_forward: ExactForward | None = None  # where gradients in 8 bits alone are worth it, too
 
     @property
     def is_low_precision(self) -> bool:
-        return self.block is not None or any(choice.error is not None for choice in self.kernels.values())
+        return self.rounds_forward or any(choice.error is not None for choice in self.kernels.values())
+
+    @property
+    def rounds_forward(self) -> bool:
+        return self.block is not None or self.kernels[Role.FPROP].error is not None
 
     @property
     def speedup(self) -> float:
@@ -82,9 +96,25 @@ class SitePlan(Struct, frozen=True):
     def in_high_precision(self, kernel: str, reason: str) -> "SitePlan":
         """The same site given back to ``kernel``, its refusals kept and what it gave up added to them."""
         choices = {role: Choice(kernel, reason) for role in self.kernels}
-        gave_up = tuple(Refusal(c.kernel, reason, role, self.transform) for role, c in self.kernels.items() if c.error)
-        refused = (*self.refused, *gave_up)
+        refused = (*self.refused, *self._given_up_for(choices, reason))
         return SitePlan(self.site, self.k, self.n, choices, self.baseline_us, self.baseline_us, reason, refused=refused)
+
+    def with_exact_forward(self, kernel: str, reason: str) -> "SitePlan":
+        """The same site with fprop given back to ``kernel``, and with all roles where gradients alone are not worth it."""
+        exact = self.exact_forward
+        if exact is None:
+            return self.in_high_precision(kernel, reason)
+        choices = exact.kernels | {Role.FPROP: Choice(kernel, reason)}
+        refused = (*self.refused, *self._given_up_for(choices, reason))
+        return SitePlan(self.site, self.k, self.n, choices, exact.baseline_us, exact.time_us, reason, refused=refused)
+
+    def _given_up_for(self, choices: Mapping[Role, Choice], reason: str) -> list[Refusal]:
+        gave_up = {role: choice for role, choice in self.kernels.items() if choice.error}
+        return [
+            Refusal(choice.kernel, reason, role, self.transform)
+            for role, choice in gave_up.items()
+            if (choice.kernel, self.transform) != (choices[role].kernel, Transform.NONE)
+        ]
 
 
 class PlanDocument(Struct, frozen=True):
@@ -118,8 +148,15 @@ class Plan:
 
     def giving_back(self, reasons: Mapping[str, str]) -> "Plan":
         """The plan with the sites of ``reasons`` in high precision; a block behind one of them casts its own input again."""
+        return self._changing(reasons, SitePlan.in_high_precision)
+
+    def giving_back_forward(self, reasons: Mapping[str, str]) -> "Plan":
+        """The same for fprop alone, wherever 8 bits in the gradients are worth it by themselves."""
+        return self._changing(reasons, SitePlan.with_exact_forward)
+
+    def _changing(self, reasons: Mapping[str, str], change: Callable[[SitePlan, str, str], SitePlan]) -> "Plan":
         sites = tuple(
-            site.in_high_precision(self.document.high_precision, reasons[site.site])
+            change(site, self.document.high_precision, reasons[site.site])
             if site.site in reasons
             else _without_producer(site, reasons)
             for site in self.sites

@@ -24,7 +24,8 @@ from loka.nn.weight_casts import recast_after_step
 
 @dataclass(frozen=True)
 class Round:
-    """One trial of the whole plan. ``gave_back`` is the site that went to high precision after it, if any."""
+    """One trial of the whole plan. ``gave_back`` is the site that went to high precision after it, if any; where the loss had
+    decided, its forward pass alone if that is worth it."""
 
     sites: int
     change: LossChange
@@ -43,13 +44,15 @@ class CheckedPlan:
 
     @property
     def given_back(self) -> tuple[str, ...]:
-        return tuple(one.gave_back for one in self.rounds if one.gave_back)
+        return tuple(dict.fromkeys(one.gave_back for one in self.rounds if one.gave_back))
 
     def __str__(self) -> str:
         last = self.rounds[-1]
+        in_part = {site.site for site in self.plan.sites if site.is_low_precision}
+        names = [f"{name} (forward alone)" if name in in_part else name for name in self.given_back]
         loss = f"loss {last.change.whole:+.4%} of high precision's {self.baseline_loss:.5g}"
         found = f"{loss}, rounding costs {last.change.rounding:.4%}, {last.speedup:.2f}× as fast"
-        gave = f"; given back: {', '.join(self.given_back)}" if self.given_back else ""
+        gave = f"; given back: {', '.join(names)}" if names else ""
         return f"{last.sites} sites in low precision: {found}{gave}"
 
 
@@ -70,8 +73,9 @@ def check_plan(
     It passes when rounding costs at most ``max_loss_change`` of the loss, relatively, and the loss on these batches has not
     surely risen by more (see ``loka.dispatch.loss_change``), and when a step (forward, backward and the casts of weights for a
     training plan, forward for serving) is at least ``min_speedup`` times as fast. Quality decides first: the sites that harm
-    most by themselves go. Then time: those that the plan expects to save least. ``loss(model, batch)`` is a scalar, of which
-    forward alone is judged: gradients are held by the plan's limit at each role.
+    most by themselves go, and of them fprop alone where 8 bits in the gradients are worth it by themselves. Then time: those
+    that the plan expects to save least. ``loss(model, batch)`` is a scalar, of which forward alone is judged: gradients are
+    held by the plan's limit at each role.
     ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
     """
     if applied_to(model) is not None:
@@ -97,14 +101,16 @@ def check_plan(
                 return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone)
             if tried.speedup is None:
                 alone = alone or {site.site: trial.alone(plan, site.site, high) for site in planned}
-                worst = max(planned, key=lambda site: alone[site.site].harm).site
+                rounding = [site for site in planned if site.rounds_forward] or planned
+                worst = max(rounding, key=lambda site: alone[site.site].harm).site
                 costs = f"{alone[worst].rounding:.3%} of the loss ({alone[worst].whole:+.3%} on these batches)"
                 why = f"alone it costs {costs}, and the whole plan did {tried.change.rounding:.3%} ({tried.change.whole:+.3%})"
+                plan = plan.giving_back_forward({worst: f"given back by check_plan: {why}"})
             else:
                 worst = min(planned, key=lambda site: site.baseline_us - site.time_us).site
                 why = f"the whole plan ran {tried.speedup:.2f}× as fast as high precision, and this site saves least"
+                plan = plan.giving_back({worst: f"given back by check_plan: {why}"})
             rounds.append(replace(tried, gave_back=worst))
-            plan = plan.giving_back({worst: f"given back by check_plan: {why}"})
 
 
 @dataclass(frozen=True)

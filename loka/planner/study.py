@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loka.core.gemm import Role
 from loka.core.plan import Goal, Refusal
+from loka.core.recipe import Transform
 from loka.core.survey import SiteSurvey
 from loka.planner.costs import ROLES, SiteCosts
 from loka.planner.limits import Limits
 from loka.planner.options import (
     BlockOption,
+    ByRole,
     SiteOption,
     block_options,
     fastest_of_alike,
@@ -28,6 +31,7 @@ class Study:
     option: SiteOption | None
     blocks: tuple[BlockOption, ...]
     refused: tuple[Refusal, ...]
+    exact_forward: SiteOption | None = None  # the fastest triple with fprop in high precision, if it is worth it
 
     @property
     def baseline_us(self) -> float:
@@ -64,7 +68,15 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
             at_best_us = option.best_with_us[key_of(candidate)]
             why = f"accurate enough, but with it the site takes at best {at_best_us:.4g} µs a step, {against}"
             refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
-    return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks))
+    exact_forward = _with_exact_forward(costs, leaders, blocks, limits)
+    return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks), exact_forward)
+
+
+def _with_exact_forward(costs: SiteCosts, leaders: ByRole, blocks: Sequence[BlockOption], limits: Limits) -> SiteOption | None:
+    plain = {role: [c for c in candidates if c.transform is Transform.NONE] for role, candidates in leaders.items()}
+    option = fastest_triple(costs, plain | {Role.FPROP: []})
+    is_worth_it = option and not _why_stay(costs, option, limits) and not _why_no_faster(blocks, option)
+    return option if is_worth_it else None
 
 
 def _why_not_measured(site: SiteSurvey) -> str:

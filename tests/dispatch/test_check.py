@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import loka
 from loka.core.errors import InvalidInput
-from loka.core.plan import Goal, Plan
+from loka.core.gemm import Role
+from loka.core.plan import Choice, ExactForward, Goal, Plan
 from loka.dispatch.check import CheckedPlan
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
@@ -59,6 +60,35 @@ def test_the_site_that_hurts_is_given_back_and_the_others_stay(goal: Goal) -> No
     assert by_name["bottom"].reason.startswith("given back by check_plan: alone it costs ")
     assert {refusal.kernel for refusal in by_name["bottom"].refused} >= {"reference.static"}
     assert by_name["top.0"].is_low_precision
+
+
+def test_a_site_whose_forward_hurts_keeps_its_gradients_in_8_bits() -> None:
+    """As far as that is worth it: which the plan knows of one site and not of the other."""
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+    rowwise = plan.sites[1].kernels[Role.DGRAD]
+    exact = ExactForward({Role.FPROP: Choice("torch.fp32", ""), Role.DGRAD: rowwise, Role.WGRAD: rowwise}, 100.0, 70.0)
+    sites = tuple(msgspec.structs.replace(s, exact_forward=exact if s.site == "top.0" else None) for s in plan.sites)
+    model, x = tower(), BATCHES[0]
+    checked = check(Plan(msgspec.structs.replace(plan.document, sites=sites), {}), model, max_loss_change=0.0)
+    assert set(checked.given_back) == set(SITES)
+    assert [site.site for site in checked.plan.sites if site.is_low_precision] == ["top.0"]
+    assert "top.0 (forward alone)" in str(checked)
+    assert "top.2 (" not in str(checked)
+
+    gradients = {}
+    for name, planned in (("high", False), ("planned", True)):
+        if planned:
+            loka.apply_plan(model, checked.plan)
+        model.zero_grad()
+        y = model(x)
+        y.square().mean().backward()
+        gradients[name] = y.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert torch.equal(gradients["high"][0], gradients["planned"][0])
+    high, low = gradients["high"][1], gradients["planned"][1]
+    off = {name: float((low[name] - high[name]).norm() / high[name].norm()) for name in high if name.endswith("weight")}
+    assert 0.01 < off["top.0.weight"] < 0.1
+    assert 0.01 < off["bottom.weight"] < 0.1, "its dy comes from dgrad of the site behind it"
+    assert off["top.2.weight"] == 0
 
 
 def test_a_limit_that_nothing_meets_gives_all_back_worst_first() -> None:

@@ -171,3 +171,22 @@ def test_a_triple_that_is_slower_with_what_follows_stays() -> None:
     (planned,) = loka.make_plan(survey(one("a", 90.0, block(109.0, 110.0, **parts)))).sites
     assert not planned.is_low_precision
     assert "takes 10 µs more than compiled" in planned.reason
+
+
+def test_a_block_whose_forward_is_given_back_is_none_and_the_one_behind_it_casts_again() -> None:
+    fprop, wgrad = baseline({Role.FPROP: {M: 100.0}, Role.WGRAD: {M: 100.0}})
+    own = candidate("a.one", Role.WGRAD, {M: 20.0}, forms=("fp32", "fp32"))
+    front = site("a", (fprop, wgrad, own), blocks=(block(60.0, 250.0, epilogue_training_us={M: 50.0}),))
+    behind = one("b", 100.0, block(90.0, 150.0, 30.0), producer="a")
+    plan = loka.make_plan(survey(front, behind))
+    assert [s.block is not None and s.block.fp8_input for s in plan.sites] == [False, True]
+    a, b = plan.giving_back_forward({"a": "it costs too much"}).sites
+    assert (a.block, a.rounds_forward, a.baseline_us, a.time_us) == (None, False, 200.0, 120.0)
+    assert {role: choice.kernel for role, choice in a.kernels.items()} == {
+        Role.FPROP: "torch.fp32", Role.DGRAD: "torch.fp32", Role.WGRAD: "a.one",
+    }  # fmt: skip
+    assert b.block is not None
+    assert (b.block.fp8_input, b.block.producer) == (False, None)
+    fast_block = block(60.0, 165.0, epilogue_training_us={M: 50.0})
+    (slow,) = loka.make_plan(survey(site("a", (fprop, wgrad, own), blocks=(fast_block,)))).sites
+    assert slow.exact_forward is None, "beside what compiled blocks take, it is no gain"

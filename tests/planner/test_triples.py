@@ -26,8 +26,9 @@ def plan_of(one: SiteSurvey, **limits: object) -> SitePlan:
     return loka.make_plan(survey(one), **limits).sites[0]  # type: ignore[arg-type]
 
 
-def brute_force(one: SiteSurvey, goal: Goal, limit: float) -> float:
-    """The least time of a step over all triples of kernels within ``limit``, each priced call by call."""
+def brute_force(one: SiteSurvey, goal: Goal, limit: float, exact: tuple[Role, ...] = ()) -> float:
+    """The least time of a step over all triples of kernels within ``limit``, each priced call by call; those of ``exact``
+    stay in high precision."""
     roles = list(Role) if goal is Goal.TRAINING else [Role.FPROP]
     at = {(c.role, c.kernel): c for c in one.candidates}
     casts = {(c.tensor, frozenset(c.forms)): c.time_us for c in one.casts}
@@ -56,7 +57,7 @@ def brute_force(one: SiteSurvey, goal: Goal, limit: float) -> float:
         return total
 
     def able(c: Candidate) -> bool:
-        return c.kernel == BASELINE or (c.why_not is None and c.error["mere_floored"].high <= limit)
+        return c.kernel == BASELINE or (c.role not in exact and c.why_not is None and c.error["mere_floored"].high <= limit)
 
     triples = product(*([c for c in one.candidates if c.role is role and able(c)] for role in roles))
     return min(step_us(triple) for triple in triples)
@@ -110,6 +111,31 @@ def test_the_choice_is_the_best_of_all_triples(one: SiteSurvey, goal: Goal, limi
     told = {(role, choice.kernel) for role, choice in plan.kernels.items()} | {(r.role, r.kernel) for r in plan.refused}
     assert told >= {(role, kernel) for role in roles for kernel in KERNELS}
     assert plan == plan_of(one, goal=goal, max_error=limit, min_speedup=least)
+
+
+@settings(max_examples=80)
+@given(one=surveys(), limit=st.sampled_from([0.1, 0.4]), least=st.sampled_from([1.0, 1.3]))
+def test_the_best_with_an_exact_forward_is_known_where_it_is_worth_it(one: SiteSurvey, limit: float, least: float) -> None:
+    plan = plan_of(one, max_error=limit, min_speedup=least)
+    if not plan.is_low_precision:
+        assert plan.exact_forward is None
+        return
+    best = brute_force(one, Goal.TRAINING, limit, exact=(Role.FPROP,))
+    given = plan.with_exact_forward(BASELINE, "for a reason")
+    assert not given.rounds_forward
+    assert given.kernels[Role.FPROP].reason == "for a reason"
+    if plan.baseline_us < least * best * (1 - 1e-9) or best > plan.baseline_us * (1 - 1e-9):
+        assert not given.is_low_precision
+        assert given.time_us == plan.baseline_us
+    elif given.is_low_precision:
+        assert given.time_us == pytest.approx(best)
+        assert all(choice.error is None or choice.error.high <= limit for choice in given.kernels.values())
+    else:
+        assert plan.baseline_us == pytest.approx(least * best)
+    # What it had and has no more is refused, with the reason.
+    lost = {(r, c.kernel) for r, c in plan.kernels.items() if c.error and given.kernels[r].kernel != c.kernel}
+    assert {(r.role, r.kernel) for r in given.refused if r.reason == "for a reason"} == lost
+    assert plan_of(one, goal=Goal.SERVING, max_error=limit, min_speedup=least).exact_forward is None
 
 
 def test_a_shared_cast_is_paid_once() -> None:
