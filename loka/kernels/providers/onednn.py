@@ -19,6 +19,7 @@ from loka.core.recipe import Format, Recipe, Scaling
 from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.contract import add_kernel
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec
+from loka.kernels.ops import fake_of, op
 from loka.numerics.scaling import scale_from_amax
 
 SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms where fp32 takes 0.2 (Xeon with AMX, 2048×13×512)
@@ -167,7 +168,7 @@ def _int32_zeros(n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.int32)
 
 
-@torch.library.custom_op("loka::onednn_int8_mm", mutates_args=(), device_types="cpu")
+@op("onednn_int8_mm", "CPU")
 def onednn_int8_mm(
     a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -195,12 +196,12 @@ def onednn_int8_mm(
     return out_MN.to(out_dtype)
 
 
-@onednn_int8_mm.register_fake
+@fake_of("onednn_int8_mm")
 def _(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
 
 
-@torch.library.custom_op("loka::onednn_int8_dynamic_mm", mutates_args=(), device_types="cpu")
+@op("onednn_int8_dynamic_mm", "CPU")
 def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Tensor:
     packed = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))
     # Its cast of a either raises on NaN or takes it for a number; both extremes are finite only where all values are.
@@ -212,7 +213,7 @@ def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Te
     return out_MN.masked_fill_(~is_finite_M1 | is_nan_N, torch.nan)
 
 
-@onednn_int8_dynamic_mm.register_fake
+@fake_of("onednn_int8_dynamic_mm")
 def _(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Tensor:
     return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]))
 

@@ -11,6 +11,7 @@ from loka.core.gemm import Device, GemmProblem, Role
 from loka.core.recipe import Accumulation, Format, Recipe
 from loka.kernels.contract import add_kernel
 from loka.kernels.operand import Operand, OperandSpec, recipe_of
+from loka.kernels.ops import fake_of, op
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ def _tf32() -> Iterator[None]:
 
 
 # An op of our own, since tf32 is a global switch of torch that a traced graph would forget.
-@torch.library.custom_op("loka::mm_tf32", mutates_args=(), device_types="cuda")
+@op("mm_tf32", "CUDA")
 def mm_tf32(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     with _tf32():
         return torch.mm(a_MK, b_KN)
 
 
-@mm_tf32.register_fake
+@fake_of("mm_tf32")
 def _(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
 

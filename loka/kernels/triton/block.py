@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.operand import padded_size
+from loka.kernels.ops import fake_of, op
 from loka.kernels.triton.gemm import descriptor
 from loka.kernels.triton.launch import on_its_gpu
 from loka.kernels.triton.tiles import (
@@ -73,7 +74,7 @@ def block_forward(
     )
 
 
-@torch.library.custom_op("loka::block_forward", mutates_args=())
+@op("block_forward")
 @on_its_gpu
 def _block_forward(
     x: Tensor,
@@ -115,7 +116,7 @@ def _block_forward(
     return out
 
 
-@_block_forward.register_fake
+@fake_of("block_forward")
 def _(
     x: Tensor,
     x_scale: Tensor | None,
@@ -144,7 +145,7 @@ def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, 
     return BlockOutputs(*torch.ops.loka.norm_forward(z_MN, blocks.block, eps, activation, *wanted[:4]))
 
 
-@torch.library.custom_op("loka::norm_forward", mutates_args=())
+@op("norm_forward")
 @on_its_gpu
 def _norm_forward(
     z: Tensor,
@@ -170,7 +171,7 @@ def _norm_forward(
     return out
 
 
-@_norm_forward.register_fake
+@fake_of("norm_forward")
 def _(
     z: Tensor,
     block: int,
@@ -224,7 +225,7 @@ def epilogue_backward(
     return EpilogueGradient(dz, amax, bias_sums_GN.sum(0))
 
 
-@torch.library.custom_op("loka::epilogue_backward", mutates_args=())
+@op("epilogue_backward")
 @on_its_gpu
 def _epilogue_backward(
     dy: Tensor, u: Tensor, rstd: Tensor, block: int | None, activation: str, bias: bool
@@ -244,7 +245,7 @@ def _epilogue_backward(
     return dz, amax, bias_sums
 
 
-@_epilogue_backward.register_fake
+@fake_of("epilogue_backward")
 def _(dy: Tensor, u: Tensor, rstd: Tensor, block: int | None, activation: str, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     m, n = dy.shape
     groups = _backward_grid(dy, block)[-1]

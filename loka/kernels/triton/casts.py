@@ -9,6 +9,7 @@ from torch import Tensor
 from loka.core.errors import InvalidInput
 from loka.core.recipe import Scaling
 from loka.kernels.operand import OperandSpec, padded_size
+from loka.kernels.ops import fake_of, op
 from loka.kernels.triton.launch import on_its_gpu
 from loka.kernels.triton.tiles import multiprocessors, power_of_two
 
@@ -99,7 +100,7 @@ def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = N
     return torch.ops.loka.cast_e4m3(x, amax, *plain, *trans)
 
 
-@torch.library.custom_op("loka::cast_e4m3", mutates_args=())
+@op("cast_e4m3")
 def _cast_e4m3(
     x: Tensor,
     amax: Tensor | None,
@@ -241,7 +242,7 @@ def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
     return of_rows, of_cols, of_all
 
 
-@_cast_e4m3.register_fake
+@fake_of("cast_e4m3")
 def _(
     x: Tensor,
     amax: Tensor | None,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from loka.kernels.ops import fake_of, op
 from loka.kernels.triton.launch import on_its_gpu
 from loka.kernels.triton.tiles import ceil_div, choose_tiles, count, grid, multiprocessors
 
@@ -20,7 +21,7 @@ def gemm(
     return torch.ops.loka.fp8_gemm(a_MK, b_NK, a_scale, b_scale, bias, m, n, k, out_dtype, promoted, b_factor)
 
 
-@torch.library.custom_op("loka::fp8_gemm", mutates_args=())
+@op("fp8_gemm")
 @on_its_gpu
 def _fp8_gemm(
     a: Tensor,
@@ -58,7 +59,7 @@ def scales_of(scale: Tensor | None) -> str:
     return "none" if scale is None else "one" if scale.numel() == 1 else "rows"
 
 
-@_fp8_gemm.register_fake
+@fake_of("fp8_gemm")
 def _(
     a: Tensor,
     b: Tensor,

@@ -17,7 +17,7 @@ def on_its_gpu(launch: Launch[Others, Result]) -> Launch[Others, Result]:
 
     @functools.wraps(launch)
     def run(first: Tensor, *others: Others.args, **named: Others.kwargs) -> Result:
-        if not first.is_cuda:
+        if not first.is_cuda or first.get_device() == torch.cuda.current_device():
             return launch(first, *others, **named)
         with torch.cuda.device(first.device):
             return launch(first, *others, **named)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -60,6 +60,7 @@ _ADDING_US = 2.5
 _SUMS_PER_US = 750_000
 
 
+@cache  # comparing them takes longer than a launch
 def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
     """The tiles that finish first if every program of a wave takes its tile's time. Ties go to the larger tiles.
 
@@ -129,6 +130,7 @@ def is_promoted(contraction: int) -> bool:
     return contraction >= PROMOTED_FROM
 
 
+@cache
 def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: int, *, forms: int) -> Tiles:
     """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: the larger ones where there are enough of them.
 

@@ -19,9 +19,14 @@ def test_the_first_arguments_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPa
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1].index)
     launched = on_its_gpu(lambda x, factor=1: (current[-1], factor))
-    on_second = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    on_first, on_second = (
+        SimpleNamespace(is_cuda=True, device=torch.device("cuda", index), get_device=lambda index=index: index)
+        for index in range(2)
+    )
     assert launched(on_second, factor=3) == (torch.device("cuda", 1), 3)
+    assert launched(on_first, factor=3) == (torch.device("cuda", 0), 3)
     assert launched(torch.ones(2), factor=3) == (torch.device("cuda", 0), 3)
     assert current == [torch.device("cuda", 0)]
 
