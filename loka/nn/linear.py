@@ -79,8 +79,9 @@ class LokaLinear(nn.Linear):
         for index, operand in enumerate(cast(TensorName.W, weight_NK, self._cached_forms, vectors)):
             assert operand.scale is not None
             casts |= {f"codes_{index}": operand.codes, f"scale_{index}": operand.scale}
-        if rewriter := rewriter_of(TensorName.W, weight_NK, self._cached_forms):
-            casts["memory"] = rewriter.remember(weight_NK, self._cached_forms)
+        self._rewriter = rewriter_of(TensorName.W, weight_NK, self._cached_forms)
+        if self._rewriter:
+            casts["memory"] = self._rewriter.remember(weight_NK, self._cached_forms)
         store_casts(self, casts)
 
     @torch.inference_mode(False)
@@ -88,11 +89,10 @@ class LokaLinear(nn.Linear):
     def recast_after_step(self) -> None:
         """The same after a step of an optimizer, which moves a weight but a little: in one read where a caster can."""
         weight_NK = self.weight.detach()
-        rewriter = rewriter_of(TensorName.W, weight_NK, self._cached_forms)
-        if rewriter is None or not holds_casts_of(self, weight_NK):
+        if self._rewriter is None or not holds_casts_of(self, weight_NK):
             self.refresh_weight_casts()
             return
-        rewriter.rewrite(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
+        self._rewriter.rewrite(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
         store_casts(self, self._shift())
 
     def _shift(self) -> dict[str, Tensor]:

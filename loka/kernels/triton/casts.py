@@ -231,14 +231,16 @@ def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
     x = x if x.stride(1) == 1 else x.contiguous()
     (rows, cols), (tile_rows, tile_cols) = x.shape, AMAX_TILE
     sizes = amax_sizes(x, plain, trans)
+    if not any(sizes):
+        none = x.new_empty(0, dtype=torch.int32)
+        return none, none, none
     of_rows, of_cols, of_all = _split_amaxes(x.new_zeros(sum(sizes), dtype=torch.int32), x, plain, trans)
-    if any(sizes):
-        down = tiles_down(rows, cols, multiprocessors(x.device))
-        kernels.amax_kernel[(-(-rows // (down * tile_rows)) * -(-cols // tile_cols),)](
-            x, of_rows, of_cols, of_all, rows, cols, x.stride(0), down,
-            ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, num_warps=8,
-            launch_pdl=x.is_cuda,
-        )  # fmt: skip
+    down = tiles_down(rows, cols, multiprocessors(x.device))
+    kernels.amax_kernel[(-(-rows // (down * tile_rows)) * -(-cols // tile_cols),)](
+        x, of_rows, of_cols, of_all, rows, cols, x.stride(0), down,
+        ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, num_warps=8,
+        launch_pdl=x.is_cuda,
+    )  # fmt: skip
     return of_rows, of_cols, of_all
 
 
