@@ -1,6 +1,6 @@
 """``measure``: from a Record the Survey. Ceiling first, then every site: errors, times, blocks; written after each of them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from loka.kernels.device import device_named, device_of
 from loka.measure.block import Blocks, block_shape, is_fused
 from loka.measure.block_parts import BlockShape
 from loka.measure.ceiling import describe_ceiling, measure_ceiling
-from loka.measure.error import GATE, BrokenDevice, budgets_s, usual_rows, vector_of
+from loka.measure.error import GATE, BrokenDevice, budgets_s, sample_rows, usual_rows, vector_of
 from loka.measure.partial import Partial, identity_of
 from loka.measure.parts import Option, baseline_kernel
 from loka.measure.site_survey import Bench, plain_options, row_counts, survey_site
@@ -107,6 +107,9 @@ def _measure(
     )
 
 
+Place = tuple[Option, int, int]  # an option, and K and N of the layer
+
+
 def _failed_trials(
     record: Record,
     sites: Iterable[SiteRecord],
@@ -115,30 +118,29 @@ def _failed_trials(
     speeds: Speeds,
     partial: Partial,
     shown: Progress,
-) -> tuple[dict[tuple[Option, int, int], str], dict[BlockShape, str]]:
+) -> tuple[dict[Place, str], dict[BlockShape, str]]:
     """What failed, in a process of its own or in an earlier attempt: kernels by option and shape of the layer, and blocks."""
     called = [site for site in sites if site.was_called and site.calls]
-    trials: dict[AnyTrial, tuple[Option, int, int] | None] = {
-        BlockTrial(block_shape(site, m, record.dtype), str(device)): None
+    left_out = {
+        (option, site.k, site.n): partial.left_out[option.kernel]
+        for site in called
+        for option in plain_options(site, names)
+        if option.kernel in partial.left_out
+    }
+    blocks = [
+        BlockTrial(block_shape(site, m, record.dtype), str(device), _error_rows(site, device))
         for site in called
         if BLOCK_KERNEL not in partial.left_out and is_fused(site, record.dtype, device)
         for m in row_counts(site)
-    }  # in front, for they take longest
-    failed: dict[tuple[Option, int, int], str] = {}
-    for site in called:
-        able = []
-        shape = TimedShape.of(site, usual_rows(site), record.dtype)
-        for option in plain_options(site, names):
-            if option.kernel in partial.left_out:
-                failed[option, site.k, site.n] = partial.left_out[option.kernel]
-            elif needs_trial(option.kernel) and speeds.refusal(option, shape) is None:
-                able.append(option)
-        beside = tuple(dict.fromkeys(option.kernel for option in able))
-        for option in able:
-            module = type(KERNELS.get(option.kernel)).__module__
-            dtypes = shape.dtype, shape.weight_dtype
-            trial = Trial(option.kernel, module, option.role, shape.shape, *dtypes, str(device), beside)
-            trials[trial] = (option, site.k, site.n)
+    ]
+    left = tuple(name for name in names if name not in partial.left_out)
+    places = {
+        trial: (Option(trial.kernel, trial.role), site.k, site.n)
+        for site in called
+        for rows in {usual_rows(site), _error_rows(site, device)}
+        for trial in _kernel_trials(site, TimedShape.of(site, rows, record.dtype), left, device, speeds)
+    }
+    trials: list[AnyTrial] = [*dict.fromkeys(blocks), *places]  # blocks in front, for they take longest
     if trials:
         kernels = len({trial.kernel for trial in trials})
         shown.say(f"trying {kernels} kernels at {len(trials)} problems in processes of their own")
@@ -146,7 +148,27 @@ def _failed_trials(
     for kernel in dict.fromkeys(trial.kernel for trial in failures):
         shown.say(f"  {kernel}: {next(why for trial, why in failures.items() if trial.kernel == kernel)}")
     failed_blocks = {trial.shape: why for trial, why in failures.items() if isinstance(trial, BlockTrial)}
-    return failed | {key: why for trial, why in failures.items() if (key := trials[trial])}, failed_blocks
+    failed = {places[trial]: why for trial, why in failures.items() if isinstance(trial, Trial)}
+    return left_out | failed, failed_blocks
+
+
+def _kernel_trials(
+    site: SiteRecord, shape: TimedShape, names: tuple[str, ...], device: torch.device, speeds: Speeds
+) -> Iterator[Trial]:
+    """The site's options that can take the shape, each told of the others: a plan may mix them."""
+    options = plain_options(site, names)
+    able = [option for option in options if needs_trial(option.kernel) and speeds.refusal(option, shape) is None]
+    beside = tuple(dict.fromkeys(option.kernel for option in able))
+    for option in able:
+        module = type(KERNELS.get(option.kernel)).__module__
+        yield Trial(
+            option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device), beside
+        )  # fmt: skip
+
+
+def _error_rows(site: SiteRecord, device: torch.device) -> int:
+    """The rows that errors are taken from, where a kernel may be compiled for their number; a CPU compiles none."""
+    return sample_rows(site, 0, device) if device.type == "cuda" else usual_rows(site)
 
 
 def _vectors(record: Record, document: SurveyDocument) -> dict[str, torch.Tensor]:

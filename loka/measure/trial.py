@@ -52,10 +52,11 @@ class Trial(msgspec.Struct, frozen=True, tag="kernel"):
 
 
 class BlockTrial(msgspec.Struct, frozen=True, tag="block"):
-    """One block, to be run once in each way that it will be timed in."""
+    """One block, to be run once in each way that it will be timed in, and on the rows that its error is taken from."""
 
     shape: BlockShape
     device: str
+    error_rows: int
     kernel: str = BLOCK_KERNEL
 
     def __str__(self) -> str:

@@ -4,13 +4,14 @@ import importlib
 import os
 import sys
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import BinaryIO
 
 import msgspec
 import torch
 
 from loka.kernels.contract import KERNELS
-from loka.measure.block_parts import BlockShape, block_calls, random_block, room_to_compile
+from loka.measure.block_parts import block_calls, random_block, room_to_compile
 from loka.measure.parts import SHARERS, Option, SiteParts, SiteTensors, is_worth_sharing, told
 from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial
 from loka.nn.fused_block import FusedBlock
@@ -23,7 +24,7 @@ def run(trial: AnyTrial) -> Answer:
         return Answer()  # not tried, for the reason that try_kernels gives
     device = torch.device(trial.device)
     try:
-        _run_block(trial.shape, device) if isinstance(trial, BlockTrial) else _run_kernel(trial, device)
+        _run_block(trial, device) if isinstance(trial, BlockTrial) else _run_kernel(trial, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as failure:  # any library's any error: the reason is the result
@@ -60,12 +61,15 @@ def _run_kernel(trial: Trial, device: torch.device) -> None:
                     parts.cast(name, pair, 0)
 
 
-def _run_block(shape: BlockShape, device: torch.device) -> None:
-    block = random_block(shape, device)
+def _run_block(trial: BlockTrial, device: torch.device) -> None:
+    block = random_block(trial.shape, device)
     assert isinstance(block, FusedBlock), block
     with room_to_compile():
-        for call in block_calls(shape, block, copies=1).values():
+        for call in block_calls(trial.shape, block, copies=1).values():
             call(0)
+    if trial.error_rows != trial.shape.site.m:
+        fewer = replace(trial.shape, site=replace(trial.shape.site, m=trial.error_rows))
+        block_calls(fewer, block, copies=1)["training"](0)
 
 
 def is_well(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from loka.measure import trial as module
 from loka.measure.block_parts import BlockShape
 from loka.measure.parts import SiteParts
 from loka.measure.survey import measure
-from loka.measure.trial import Answer, BlockTrial, Trial, try_kernels
+from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, try_kernels
 from loka.measure.trial_child import run
 
 
@@ -105,7 +105,7 @@ def test_more_blocks_than_torch_s_limit_on_compilations(monkeypatch: pytest.Monk
     monkeypatch.setattr("loka.measure.block_parts.torch.compile", partial(torch.compile, backend="eager"))
     for n in range(16, 112, 16):
         shape = BlockShape(SiteShape(8, 32, n), Format.FP32, Format.FP32, False, None, "ReLU")
-        assert run(BlockTrial(shape, "cpu")) == Answer()
+        assert run(BlockTrial(shape, "cpu", 16)) == Answer()
 
 
 def test_an_interrupt_leaves_the_rest_untried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_the_child_runs_products_and_blocks() -> None:
     assert run(problem("reference.rowwise")) == Answer()
     assert run(problem("nobody.knows")) == Answer()
     shape = BlockShape(SiteShape(32, 64, 48), Format.FP32, Format.FP32, False, None, "NoSuchActivation")
-    assert "NoSuchActivation" in (run(BlockTrial(shape, "cpu")).why_not or "")
+    assert "NoSuchActivation" in (run(BlockTrial(shape, "cpu", 16)).why_not or "")
 
 
 def test_a_block_that_fails_its_trial_is_refused_and_the_rest_surveyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +140,20 @@ def test_a_process_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     with pytest.raises(KernelUnavailable, match="did not start: it ended its process with exit code 1"):
         try_kernels([problem("fine")])
+
+
+def test_what_errors_are_taken_from_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel may be compiled for the number of rows: what a child has not compiled, the survey compiles one by one."""
+    tried: list[AnyTrial] = []
+    monkeypatch.setattr("loka.measure.survey.try_kernels", lambda trials, children: tried.extend(trials) or {})
+    monkeypatch.setattr("loka.measure.survey.is_fused", lambda *_: True)
+    monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: kernel.startswith("reference."))
+    monkeypatch.setattr("loka.measure.survey._error_rows", lambda *_: 16)
+    site = site_record("a", torch.eye(32), trains=False, activation="act", activation_kind="ReLU")
+    measure(record_of(site), kernels=["reference.rowwise", "reference.tensorwise"])
+    (usual,) = site.calls
+    assert [trial.error_rows for trial in tried[:1] if isinstance(trial, BlockTrial)] == [16], "and blocks come first"
+    kernels = [trial for trial in tried if isinstance(trial, Trial)]
+    assert {trial.shape.m for trial in kernels} == {16, usual}
+    assert len(kernels) == 4
+    assert {trial.beside for trial in kernels} == {("reference.rowwise", "reference.tensorwise")}
