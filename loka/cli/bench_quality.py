@@ -26,6 +26,9 @@ def quality(
     preset: Annotated[str | None, Parameter(help="In place of the settings' own, small.")] = None,
     steps: Annotated[int | None, Parameter(help="In place of the settings' own: an epoch, or 20 M examples.")] = None,
     batch_size: Annotated[int | None, Parameter(help="In place of the settings' own.")] = None,
+    kernels: Annotated[
+        list[str] | None, Parameter(help="To plan from, beside blocks; all if not given.", consume_multiple=True)
+    ] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     parallel: Annotated[int, Parameter(help="Runs at once: small models leave a GPU idle between launches.")] = 1,
     budget_s: Annotated[float, Parameter(help="Start no run after this many seconds.")] = float("inf"),
@@ -40,11 +43,14 @@ def quality(
     """
     from loka.core.environment import current_command, current_environment
     from loka.core.results import GatheredResults
+    from loka.kernels.contract import KERNELS
     from loka.kernels.device import device_named, device_of
     from loka.train.quality_bench import Campaign, make_table, run_campaign, write_report
     from loka.train.quality_settings import SETTINGS
 
     where = device_named(device)
+    for kernel in kernels or ():
+        KERNELS.get(kernel)  # an unknown one is told of before hours of training
     paths = {name: path for name, path in (("movielens", movielens), ("criteo", criteo)) if path}
     at_hand = [name for name, config in SETTINGS.items() if config.data == "synthetic" or config.data in paths]
     given = {"model": model, "preset": preset, "steps": steps, "batch_size": batch_size}
@@ -55,6 +61,7 @@ def quality(
         device_type=where.type,
         paths=paths,
         overrides={name: value for name, value in given.items() if value is not None},
+        kernels=kernels,
     )
     gathered = GatheredResults(out, "quality", current_environment(device_of(where)), current_command(), results)
     run_campaign(campaign, gathered, parallel=parallel, budget_s=budget_s, say=lambda line: print(line, flush=True))

@@ -42,6 +42,7 @@ from loka.train.config import Precision
 from loka.train.demo_settings import DemoSettings
 from loka.train.loka_plan import log_loss_of
 from loka.train.loop import run_steps
+from loka.train.paired import example_of
 from loka.train.precision import autocast, matmul_precision, resolve_device
 from loka.train.progress import Progress, Silent
 from loka.train.run_folder import RunFolder
@@ -136,7 +137,14 @@ class _Demo:
         _load_newest(trainer, self.folder)
         batches = list(islice(self.data.test(self.config.batch_size), CHECK_BATCHES))
         loss = log_loss_of(trainer.model, self.config.precision)
-        checked = check_plan(trainer.model.dense_part, plan, batches, loss=loss, min_speedup=MIN_SPEEDUP)
+        checked = check_plan(
+            trainer.model.dense_part,
+            plan,
+            batches,
+            loss=loss,
+            min_speedup=MIN_SPEEDUP,
+            example=self._example(trainer.model),
+        )
         self.stage.say(f"     {plan.document.goal}: {checked}")
         return checked.plan
 
@@ -165,7 +173,7 @@ class _Demo:
                 continue
             trainer = self._twin(name)
             if name == PLANNED:
-                apply_plan(trainer.model.dense_part, self._training_plan)
+                self._apply(self._training_plan, trainer.model)
             with matmul_precision(trainer.config.precision):
                 self._run_steps(trainer, self.config.steps or 0, RunFolder(self.folder / "twins" / name))
 
@@ -201,7 +209,7 @@ class _Demo:
         return self._step_times(self._trained(HIGH), self._trained(PLANNED), self._training_plan)
 
     def _step_times(self, high: Trainer, planned: Trainer, plan: Plan, rounds: int = 15) -> TimePair:
-        apply_plan(planned.model.dense_part, plan)
+        self._apply(plan, planned.model)
         batch = next(self.data.train(self.config.batch_size))
         twins = [Twin(trainer.model, lambda trainer=trainer: trainer.step(batch)) for trainer in (high, planned)]
         return compare_times(Goal.TRAINING, self.config.batch_size, *twins, rounds=rounds, compiled=self.config.compile)
@@ -213,7 +221,7 @@ class _Demo:
         high.eval().requires_grad_(False)
         plan = self._serving_plan()
         if any(site.is_low_precision for site in plan.sites):
-            apply_plan(planned.dense_part, plan)
+            self._apply(plan, planned)
             self.stage.say(f"     {freeze(planned.dense_part, drop_high_precision=True)}")
         quality = compare_quality(Goal.SERVING, high, planned, self.data.test(size), precision)
         batch = next(self.data.test(size))
@@ -266,6 +274,12 @@ class _Demo:
     def _is_done(self, name: str) -> bool:
         checkpoints = list_checkpoints(RunFolder(self.folder / "twins" / name).checkpoints)
         return bool(checkpoints) and load_checkpoint(checkpoints[-1]).header.step == self.config.steps
+
+    def _apply(self, plan: Plan, model: Recommender) -> None:
+        apply_plan(model.dense_part, plan, example=self._example(model))
+
+    def _example(self, model: Recommender) -> tuple[Tensor, ...]:
+        return example_of(model, self.data, self.config.batch_size)
 
     def _run_steps(self, trainer: Trainer, steps: int, run: RunFolder, probe: Probe | None = None) -> None:
         with self.stage.steps() as progress:

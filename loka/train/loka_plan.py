@@ -19,7 +19,7 @@ from loka.models.recommender import Recommender
 from loka.planner.plan import make_plan
 from loka.probe.probe import Probe
 from loka.train.config import Precision
-from loka.train.paired import Run, dataset_of, prepare
+from loka.train.paired import Run, dataset_of, example_of, prepare
 from loka.train.precision import autocast, matmul_precision, resolve_device
 from loka.train.trainer import Trainer
 
@@ -44,8 +44,12 @@ def survey_model(
     return measure(record, kernels=kernels, device=trainer.device, out=out)
 
 
-def make_plan_for(run: Run, folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+def make_plan_for(
+    run: Run, folder: Path, *, kernels: Sequence[str] | None = None, say: Callable[[str], None] = lambda line: None
+) -> None:
     """Write the plan of a planned arm into ``folder``, unless it is there: from a run of its own, for all seeds alike.
+
+    It chooses from ``kernels`` and blocks; if none are given from all, on the CPU from those that emulate FP8.
 
     Whatever is accurate enough goes to 8 bits, in all its roles and whether it pays or not: the harder case for quality. The
     joint check, where the arm has one, is made at the end of the run, on batches kept for it: what rounding costs grows as a
@@ -61,7 +65,7 @@ def make_plan_for(run: Run, folder: Path, say: Callable[[str], None] = lambda li
     with matmul_precision(config.precision):
         model, _ = prepare(replace(run, config=config, plan=None), data, device)
         batches = data.train(config.batch_size)
-        kernels = EMULATED if device.type == "cpu" else None
+        kernels = kernels or (EMULATED if device.type == "cpu" else None)
         trainer = Trainer(model, config)
         survey = survey_model(trainer, islice(batches, steps), every=max(1, steps // SAMPLES), kernels=kernels)
         survey.save(folder)
@@ -71,7 +75,8 @@ def make_plan_for(run: Run, folder: Path, say: Callable[[str], None] = lambda li
             for batch in islice(batches, max(0, total - steps - n_kept)):
                 trainer.step(batch)
             kept, loss = list(islice(batches, n_kept)), log_loss_of(model, config.precision)
-            checked = check_plan(model.dense_part, plan, kept, loss=loss, min_speedup=0.0, repeats=1)
+            example = example_of(model, data, config.batch_size)
+            checked = check_plan(model.dense_part, plan, kept, loss=loss, min_speedup=0.0, repeats=1, example=example)
             say(str(checked))
             plan = checked.plan
     plan.save(folder)

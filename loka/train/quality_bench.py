@@ -39,6 +39,7 @@ class Campaign:
     device_type: str
     paths: Mapping[str, str] = field(default_factory=dict)  # of the data sets that lie somewhere
     overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of the settings' configs: model, preset, steps, …
+    kernels: Sequence[str] | None = None  # that plans choose from beside blocks
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run_campaign(
 
         assert folder is not None
         say(f"planning for {job.setting}, {job.run.arm.name}")
-        make_plan_for(job.run, Path(folder), say)
+        make_plan_for(job.run, Path(folder), kernels=campaign.kernels, say=say)
     n_done = 0
     for job, row in run_jobs(jobs, _train, parallel=parallel, budget_s=budget_s):
         results.add(job.key, {"setting": job.setting, "arm": job.run.arm.name, "seed": job.run.config.seed, **row})
