@@ -5,16 +5,20 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from emulated_block import emulate
 
 from loka.core.comparison import Comparison
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.core.survey import Survey
 from loka.data.dataset import open_dataset
+from loka.dispatch.check import check_plan
 from loka.models.registry import build_model
 from loka.planner.plan import make_plan
 from loka.report.run import read_run
@@ -24,6 +28,10 @@ from loka.train.demo_settings import DemoSettings
 from loka.train.twins import Twin, compare_quality, compare_times
 
 TINY = DemoSettings("tiny", Goal.SERVING, batch_size=64, probe_steps=6, twin_steps=6, test_batches=3, device="cpu")
+TIMES_OF_A_FAST_BLOCK = {  # in µs
+    "input_cast": 0.1, "training_cast": 0.1, "forward": 1.0, "training": 2.0,
+    "baseline_forward": 1e6, "baseline_training": 2e6, "epilogue_forward": 1e6, "epilogue_training": 1e6,
+}  # fmt: skip
 
 
 class StopAt:
@@ -162,3 +170,19 @@ def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
     assert process.returncode in (130, -2)  # a shell's 130 either way: Python may end by the signal itself
     assert f"`loka demo -o {tmp_path}` goes on where it stopped" in errors
     assert "Traceback" not in errors
+
+
+def test_plans_of_fused_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where blocks are fastest: emulated here, with times that say so."""
+    emulate(monkeypatch)
+    monkeypatch.setattr("loka.measure.block.Blocks._time", lambda self, shape, block: TIMES_OF_A_FAST_BLOCK)
+    monkeypatch.setattr("loka.train.demo.check_plan", partial(check_plan, repeats=1))
+    monkeypatch.setattr("loka.train.demo.MIN_SPEEDUP", 0.0)  # emulation is slow
+    said: list[str] = []
+    run_demo(replace(TINY, goal=Goal.TRAINING), tmp_path, Stage(said.append))
+    assert any(site.block for site in Plan.load(tmp_path).sites)
+    run = read_run(tmp_path)
+    assert run.comparison is not None
+    assert [pair.goal for pair in run.comparison.quality] == [Goal.TRAINING, Goal.SERVING]
+    assert all(abs(pair.change.mean) < 0.02 for pair in run.comparison.quality)
+    assert any("frozen" in line for line in said)
