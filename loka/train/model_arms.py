@@ -97,8 +97,16 @@ _ARMS = (
     ModelArm("mods", mods=MODS),  # what Mods gain in bf16
     *(ModelArm(f"torchao.{recipe}", prepare=partial(_torchao, recipe=recipe)) for recipe in _RECIPES),
     *(ModelArm(f"torchao.{recipe}+filter", prepare=partial(_torchao, recipe=recipe, auto_filter=True)) for recipe in _RECIPES),
-    ModelArm("fbgemm", prepare=partial(_everywhere, kernel="fbgemm.rowwise")),
+    # One kernel at every site, as each library runs it by default; FBGEMM's sums fast.
+    ModelArm("fbgemm", prepare=partial(_everywhere, kernel="fbgemm.rowwise_fast")),
+    *(ModelArm(name, prepare=partial(_everywhere, kernel=f"torch.{name}")) for name in ("tensorwise", "rowwise", "blockwise")),
     ModelArm("loka-without-mods", prepare=_planned, is_planned=True),
     ModelArm("loka", mods=MODS, prepare=_planned, is_planned=True),
+    # What each Mod is worth: by itself in bf16, and to LoKA.
+    *(ModelArm(f"mods.{mod}", mods=(mod,)) for mod in MODS),
+    *(
+        ModelArm(f"loka-without-{mod}", mods=tuple(m for m in MODS if m != mod), prepare=_planned, is_planned=True)
+        for mod in MODS
+    ),
 )
 ARMS: dict[str, ModelArm] = {arm.name: arm for arm in _ARMS}

@@ -28,10 +28,10 @@ def bench() -> ModelBench:
 
 @pytest.mark.parametrize("goal", list(Goal))
 def test_every_arm_gives_a_row_or_a_reason(bench, goal):
-    arms = [ARMS[name] for name in ("fp32", "mods", "fbgemm", "torchao.rowwise")]
+    arms = [ARMS[name] for name in ("fp32", "mods", "mods.no_bias", "fbgemm", "torchao.rowwise")]
     rows = dict(bench.measure(Cell("dlrm", "tiny", 32, goal), arms))
-    assert rows["fbgemm"]["failed"].startswith("kernel fbgemm.rowwise cannot run on")
-    for arm in (BASELINE, "fp32", "mods"):
+    assert rows["fbgemm"]["failed"].startswith("kernel fbgemm.rowwise_fast cannot run on")
+    for arm in (BASELINE, "fp32", "mods", "mods.no_bias"):
         row = rows[arm]
         assert row["speedup"] == pytest.approx(row["baseline_us"] / row["time_us"]["median_us"])
         assert row["time_us"]["rounds"] == 3
