@@ -191,3 +191,16 @@ def test_what_lies_in_front_of_the_model_keeps_its_gradients_too(had_gradients: 
     loka.check_plan(tower(), plan, ids, loss=through_a_table, max_loss_change=1.0, min_speedup=0.0)
     assert largest <= 2, "gradients added up from batch to batch"
     assert table.weight.grad is before
+
+
+def test_a_plan_for_serving_is_checked_in_eval_mode_and_without_gradients_alone() -> None:
+    """A model served one row at a time has no batch statistics of its own, and its loss may be numpy's."""
+    model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16)).eval()
+
+    def in_numpy(model: nn.Module, x: Tensor) -> Tensor:
+        assert not model.training
+        return torch.tensor(1 + (model(x).numpy() ** 2).mean())
+
+    plan, rows = plan_for(model, {"0": ROWWISE}, goal=Goal.SERVING), [batch(1, seed) for seed in range(3)]
+    checked = loka.check_plan(model, plan, rows, loss=in_numpy, max_loss_change=1.0, min_speedup=0.0, repeats=1)
+    assert checked.plan is plan
