@@ -85,7 +85,8 @@ def check_plan(
         raise InvalidInput("there is nothing to check on: give at least one held-out batch")
     if repeats < 1:
         raise InvalidInput(f"repeats must be at least 1, got {repeats}")
-    learned = _learned_by(model, loss, held_out[0])
+    is_training = plan.document.goal is Goal.TRAINING
+    learned = _learned_by(model, loss, held_out[0]) if is_training else frozenset()  # serving never asks for gradients
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)
     with left_as_it_was(model, learned), _room_to_compile(model):
         high = losses(model, held_out, loss)
