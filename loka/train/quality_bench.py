@@ -90,6 +90,8 @@ def _jobs(campaign: Campaign, results: GatheredResults) -> Iterator[_Job]:
             config = _config(campaign, setting, seed)
             training = f"{setting}/{config.model}-{config.preset}/{config.steps or 'epoch'}x{config.batch_size}"
             for arm in (known[name] for name in campaign.arms):
+                if arm.is_planned and campaign.kernels:  # its plan, and so its runs, are others
+                    arm = replace(arm, name="-".join((arm.name, *campaign.kernels)))
                 run = Run(replace(config, precision=arm.precision), arm)
                 if arm.is_planned:
                     run = replace(run, plan=str(plans / f"{training}-{arm.name}".replace("/", "-")))

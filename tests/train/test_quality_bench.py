@@ -219,3 +219,15 @@ class TestPlannedArms:
         n_moved = sum(site.is_low_precision for site in Plan.load(folder).sites)
         assert [row["sites"] for row in results.rows.values()] == [n_moved, n_moved]
         assert n_moved > 0
+
+    def test_an_arm_that_plans_from_other_kernels_is_another_arm(self, campaign, results):
+        """Or a plan that lies there from other kernels would be taken for its own, and seeds of both averaged."""
+        small = {"model": "dlrm", "steps": 2, "batch_size": 32}
+        campaign = replace(campaign, arms=["fp32", "loka-without-check"], seeds=[0], overrides=small)
+        for kernel in ("reference.rowwise", "reference.tensorwise"):
+            run_campaign(replace(campaign, kernels=[kernel]), results, say=lambda _: None)
+            (folder,) = results.json_path.with_name(f"{results.json_path.stem}-plans").glob(f"*-loka-without-check-{kernel}")
+            used = {choice.kernel for site in Plan.load(folder).sites for choice in site.kernels.values()}
+            assert used - {"torch.fp32"} == {kernel}
+        arms = ["fp32", "loka-without-check-reference.rowwise", "loka-without-check-reference.tensorwise"]
+        assert [row["arm"] for row in results.rows.values()] == arms
