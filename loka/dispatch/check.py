@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
@@ -86,7 +87,7 @@ def check_plan(
     if repeats < 1:
         raise InvalidInput(f"repeats must be at least 1, got {repeats}")
     is_training = plan.document.goal is Goal.TRAINING
-    learned = _learned_by(model, loss, held_out[0]) if is_training else frozenset()  # serving never asks for gradients
+    learned = _learned_by(model, loss, held_out) if is_training else frozenset()  # serving never asks for gradients
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)
     with left_as_it_was(model, learned), _room_to_compile(model):
         high = losses(model, held_out, loss)
@@ -195,22 +196,28 @@ def _room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=65536)
 
 
-def _learned_by(model: nn.Module, loss: Loss, batch: Any) -> frozenset[Tensor]:
-    """The parameters of ``model``, and what else ``loss`` reaches: embeddings in front of the model, say."""
-    with left_as_it_was(model), torch.compiler.set_stance("force_eager"):
+def _learned_by(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> frozenset[Tensor]:
+    """The parameters of ``model``, and what else ``loss`` reaches on any batch: embeddings in front of the model, say."""
+    found = set(model.parameters())
+    with left_as_it_was(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         model.train()
-        with torch.enable_grad():
-            todo = [loss(model, batch).grad_fn]
-    seen, found = set(), set(model.parameters())
+        for batch in batches:
+            found |= _leaves_of(loss(model, batch).grad_fn)
+    return frozenset(found)
+
+
+def _leaves_of(root: Node | None) -> set[Tensor]:
+    """The tensors that a backward pass from ``root`` adds gradients to."""
+    todo, seen, leaves = [root], set(), set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         todo += [node for node, _ in node.next_functions]
-        if (leaf := getattr(node, "variable", None)) is not None:  # of a node that accumulates a leaf's gradient
-            found.add(leaf)
-    return frozenset(found)
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.add(node.variable)  # pyrefly: ignore[missing-attribute]
+    return leaves
 
 
 def _drop_gradients(tensors: Iterable[Tensor]) -> None:

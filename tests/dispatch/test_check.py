@@ -1,5 +1,7 @@
 """The joint check: sites planted to hurt, or to be slow, are given back; the model is left as it was."""
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -191,6 +193,28 @@ def test_what_lies_in_front_of_the_model_keeps_its_gradients_too(had_gradients: 
     loka.check_plan(tower(), plan, ids, loss=through_a_table, max_loss_change=1.0, min_speedup=0.0)
     assert largest <= 2, "gradients added up from batch to batch"
     assert table.weight.grad is before
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.variable = 2  # what torch calls the leaf of its own nodes
+        return x / ctx.variable
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] / ctx.variable
+
+
+def test_a_table_that_only_some_batches_reach_keeps_its_gradients() -> None:
+    tables = [nn.Embedding(50, 24) for _ in range(2)]
+
+    def through_its_table(model: nn.Module, which: int) -> Tensor:
+        return 1 + _Halved.apply(model(tables[which](torch.arange(16)))).square().mean()
+
+    plan = plan_for(tower(), {"top.0": ROWWISE})
+    loka.check_plan(tower(), plan, [0, 1], loss=through_its_table, max_loss_change=1.0, min_speedup=0.0, repeats=1)
+    assert [table.weight.grad for table in tables] == [None, None]
 
 
 def test_a_plan_for_serving_is_checked_in_eval_mode_and_without_gradients_alone() -> None:
