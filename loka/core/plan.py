@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.documents import read_document, write_document
+from loka.core.documents import Fields, migrates, read_document, write_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.estimate import Estimate
@@ -21,7 +21,7 @@ from loka.core.vectors import read_vectors, write_vectors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.plan/1"
+SCHEMA = "loka.plan/2"
 
 
 class Goal(StrEnum):
@@ -181,6 +181,12 @@ class Plan:
         if wrong := _what_is_wrong(plan):
             raise InvalidFile(f"{path}: {wrong}. Make it again with `loka plan {path.parent}`")
         return plan
+
+
+@migrates("loka.plan/1")
+def _without_exact_forward(fields: Fields) -> Fields:
+    """Its sites do not know how they would run with an exact forward: they are given back whole."""
+    return fields
 
 
 def digest_of_plan(run: str | Path) -> str:

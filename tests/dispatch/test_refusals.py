@@ -275,3 +275,14 @@ def test_what_a_schema_cannot_say_is_checked(tmp_path: Path) -> None:
     chained.save(tmp_path)
     with pytest.raises(LokaError, match=r"top\.0 takes FP8 from bottom, which is no block of the plan"):
         Plan.load(tmp_path)
+
+
+def test_a_plan_from_before_exact_forwards_is_read(saved: Path) -> None:
+    document = msgspec.json.decode(saved.read_bytes())
+    assert document["schema"] == "loka.plan/2"
+    for site in document["sites"]:
+        site.pop("exact_forward", None)
+    older = saved.with_name("older.json")
+    older.write_bytes(msgspec.json.encode(document | {"schema": "loka.plan/1"}))
+    older.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())
+    assert Plan.load(older).sites == Plan.load(saved).sites
