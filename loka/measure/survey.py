@@ -155,14 +155,19 @@ def _failed_trials(
 def _kernel_trials(
     site: SiteRecord, shape: TimedShape, names: tuple[str, ...], device: torch.device, speeds: Speeds
 ) -> Iterator[Trial]:
-    """The site's options that can take the shape, each told of the others: a plan may mix them."""
+    """The site's options that can take the shape. Of kernels that read the same forms one is told of those that read others: a
+    plan may mix them, and what is compiled for one pair of forms serves all."""
     options = plain_options(site, names)
     able = [option for option in options if needs_trial(option.kernel) and speeds.refusal(option, shape) is None]
-    beside = tuple(dict.fromkeys(option.kernel for option in able))
+    readers: dict[object, str] = {}
+    for option in able:
+        readers.setdefault(tuple(Option(option.kernel, role).forms for role in Role), option.kernel)
+    beside = tuple(readers.values())
     for option in able:
         module = type(KERNELS.get(option.kernel)).__module__
+        others = beside if option.kernel in beside else ()
         yield Trial(
-            option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device), beside
+            option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device), others
         )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Trials shared out among several children: each problem once, a kernel that takes its child down never again."""
 
+from dataclasses import replace
 from functools import partial
 from threading import Barrier
 
@@ -12,6 +13,7 @@ from stand_in_records import record_of, site_record
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape, TensorName
 from loka.core.recipe import Format
+from loka.kernels.contract import KERNELS, add_kernel
 from loka.kernels.operand import Form
 from loka.measure import trial as module
 from loka.measure.block_parts import BlockShape
@@ -150,10 +152,16 @@ def test_what_errors_are_taken_from_is_tried_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: kernel.startswith("reference."))
     monkeypatch.setattr("loka.measure.survey._error_rows", lambda *_: 16)
     site = site_record("a", torch.eye(32), trains=False, activation="act", activation_kind="ReLU")
-    measure(record_of(site), kernels=["reference.rowwise", "reference.tensorwise"])
+    add_kernel(replace(KERNELS.get("reference.rowwise"), variant="alike"))  # type: ignore[type-var]
+    try:
+        measure(record_of(site), kernels=["reference.rowwise", "reference.tensorwise", "reference.alike"])
+    finally:
+        KERNELS.remove("reference.alike")
     (usual,) = site.calls
     assert [trial.error_rows for trial in tried[:1] if isinstance(trial, BlockTrial)] == [16], "and blocks come first"
     kernels = [trial for trial in tried if isinstance(trial, Trial)]
     assert {trial.shape.m for trial in kernels} == {16, usual}
-    assert len(kernels) == 4
-    assert {trial.beside for trial in kernels} == {("reference.rowwise", "reference.tensorwise")}
+    assert len(kernels) == 6
+    beside = {trial.kernel: trial.beside for trial in kernels}
+    both = ("reference.rowwise", "reference.tensorwise")
+    assert beside == {"reference.rowwise": both, "reference.tensorwise": both, "reference.alike": ()}
