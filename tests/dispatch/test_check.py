@@ -55,7 +55,7 @@ def test_the_site_that_hurts_is_given_back_and_the_others_stay(goal: Goal) -> No
     )
     assert checked.given_back == ("bottom",)
     assert checked.alone["bottom"].harm > 10 * max(checked.alone[site].harm for site in ("top.0", "top.2"))
-    assert [one.gave_back for one in checked.rounds] == ["bottom", None]
+    assert [one.gave_back for one in checked.rounds] == [("bottom",), ()]
     assert checked.rounds[0].change.harm > 0.05 >= checked.rounds[1].change.harm
     by_name = {site.site: site for site in checked.plan.sites}
     assert not by_name["bottom"].is_low_precision
@@ -110,6 +110,19 @@ def test_a_plan_that_is_slower_as_a_whole_gives_back_what_saves_least() -> None:
     assert checked.given_back == ("top.0", "top.2", "bottom")
     assert checked.rounds[0].speedup < 1
     assert "ran" in next(site.reason for site in checked.plan.sites if site.site == "top.0")
+
+
+def test_a_slow_plan_of_many_sites_takes_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model is compiled in every one of them."""
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(16)), nn.Linear(24, 1))
+    plan = plan_for(model, {str(index): ROWWISE for index in range(16)})
+    sites = tuple(msgspec.structs.replace(site, time_us=100.0 - index) for index, site in enumerate(plan.sites))
+    slow = Plan(msgspec.structs.replace(plan.document, sites=sites), {})
+    monkeypatch.setattr("loka.dispatch.check._Trial._speedup", lambda self, applied: 1.5 if len(applied.sites) <= 5 else 0.5)
+    checked = loka.check_plan(model, slow, BATCHES, loss=lambda m, x: 1 + m(x).square().mean(), max_loss_change=1.0)
+    assert [len(one.gave_back) for one in checked.rounds] == [4, 3, 3, 2, 0]
+    assert checked.given_back == tuple(str(index) for index in range(12))  # what saves least went first
+    assert sum(site.is_low_precision for site in checked.plan.sites) == 4
 
 
 @pytest.mark.parametrize(("goal", "per_pass"), [(Goal.TRAINING, len(BATCHES)), (Goal.SERVING, 0)])
