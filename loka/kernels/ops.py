@@ -1,7 +1,7 @@
 """Ops of our own, so that torch.compile sees one node and not what is inside.
 
-Registered by their schema, not by ``torch.library.custom_op``: its wrapper takes 15 µs of every call, also in a compiled graph,
-which is as much as torch takes to launch a GEMM.
+Registered by their schema, not by ``torch.library.custom_op``, whose wrapper takes some 15 µs of every call, also in a compiled
+graph.
 """
 
 from collections.abc import Callable

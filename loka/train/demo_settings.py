@@ -55,8 +55,8 @@ class DemoSettings:
 def settings_for(device: torch.device) -> DemoSettings:
     """What shows LoKA in a few minutes: on a CPU INT8 in serving, on a GPU FP8 in training."""
     if device.type == "cuda":
-        # Half the layers, which are alike, are half the compiling and half of a checkpoint's gigabytes. With 4096 rows the
-        # host, which launches embeddings and optimizer one by one, takes as long as the GPU: no kernel makes a step faster.
+        # Half the layers, which are alike, are half the compiling and half of a checkpoint's gigabytes. With 4096 rows no
+        # plan made a step faster on an H200: the host, which launches embeddings and optimizer one by one, hardly keeps up.
         fewer: dict[str, Option] = {"n_layers": 2}
         return DemoSettings(
             "base", Goal.TRAINING, 8192, 160, 160, 16, Precision.BF16, compile=True,

@@ -125,10 +125,9 @@ def write_codes(
     x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], amax: Tensor | None = None
 ) -> None:
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
-
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = x.shape
-    if amax is None and row_by_row(plain, trans, cols):
+    if amax is None and _row_by_row(plain, trans, cols):
         _launch_rowwise(x, plain, codes)
         if trans.scaling == NOT_WRITTEN:
             return
@@ -137,7 +136,7 @@ def write_codes(
     _launch_cast(x, plain, trans, codes, amaxes)
 
 
-def row_by_row(plain: Target, trans: Target, cols: int) -> bool:
+def _row_by_row(plain: Target, trans: Target, cols: int) -> bool:
     """Whether row scales of the matrix as it is are written by themselves, whole rows in a program, beside a transposed form
     without amaxes: together they would need a pass for amaxes, and on an H200 took 1.3 to 1.7 times as long on average."""
     return plain.scaling == "rowwise" and trans.scaling in _IN_ONE_READ and cols <= WIDEST_ROW
@@ -165,7 +164,7 @@ def rewrite_codes(
 
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = x.shape
-    if reads(plain.scaling, trans.scaling, cols) == 1 or row_by_row(plain, trans, cols):
+    if reads(plain.scaling, trans.scaling, cols) == 1 or _row_by_row(plain, trans, cols):
         write_codes(x, plain, trans, codes)
         _tell_autograd(codes)
         return
