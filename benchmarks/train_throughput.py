@@ -66,7 +66,7 @@ def make_table(results: GatheredResults) -> str:
         if row["busy"] is None:
             cells += ["not known", *["" for _ in Kind]]
         else:
-            cells += [f"{100 * row['busy']:.0f} %", *(f"{100 * row['shares'][kind]:.1f} %" for kind in Kind)]
+            cells += [f"{100 * row['busy']:.0f} %", *(f"{100 * row['shares'].get(kind, 0.0):.1f} %" for kind in Kind)]
         rows.append(cells)
     return markdown_table(header, rows)
 

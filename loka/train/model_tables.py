@@ -81,8 +81,12 @@ def _shares(cells: Cells) -> str:
             shares = row.get("shares")
             if shares:
                 most = f"{ceiling(shares):.2f}" if arm == BASELINE else ""
-                table.append([*_names(cell), arm, *(f"{100 * shares[kind]:.1f} %" for kind in Kind), most])
+                table.append([*_names(cell), arm, *(_share(shares, kind) for kind in Kind), most])
     return markdown_table(["model", "preset", "batch", "arm", *map(str, Kind), "speed-up at most"], table)
+
+
+def _share(shares: dict[str, float], kind: Kind) -> str:
+    return f"{100 * shares[kind]:.1f} %" if kind in shares else ""  # a file that goes on from before the kind was told apart
 
 
 def _deeds(results: GatheredResults) -> str:

@@ -2,23 +2,24 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from loka.data.batch import Batch
+from loka.kernels.casting import CASTERS
 from loka.models.recommender import Recommender
 from loka.train.trainer import Trainer
 
 
 class Kind(StrEnum):
-    GEMM = "GEMM"  # batched ones too
+    GEMM = "GEMM"  # batched ones too, and what a fused block does behind its own
+    CAST = "cast"  # to 8 bits, of weights too; what torch.compile fuses with its neighbours is counted with them
     ATTENTION = "attention"  # fused kernels, which hold GEMMs that no plan can reach
     ELEMENTWISE = "norm, activation"  # and whatever else the dense part does between its GEMMs
     EMBEDDING = "embedding"  # look-ups, their gradients, their optimizer
@@ -47,7 +48,30 @@ class StepProfile:
         return self.busy is not None and self.busy <= 1.05
 
 
-_INPUT_RANGE, _EMBEDDING_RANGE = "loka.input", "loka.embeddings"
+_INPUT_RANGE, _EMBEDDING_RANGE, _CAST_RANGE = "loka.input", "loka.embeddings", "loka.cast"
+_KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
+    "amax_kernel": Kind.CAST,
+    "cast_kernel": Kind.CAST,
+    "remember_kernel": Kind.CAST,
+    "rowwise_kernel": Kind.CAST,
+    "add_splits_kernel": Kind.GEMM,
+    "block_forward_kernel": Kind.GEMM,  # norm, activation and cast are its epilogue
+    "gemm_kernel": Kind.GEMM,
+    "epilogue_backward_kernel": Kind.ELEMENTWISE,
+    "norm_forward_kernel": Kind.ELEMENTWISE,
+    "loka::cast_e4m3": Kind.CAST,
+    "loka::block_forward": Kind.GEMM,
+    "loka::fp8_gemm": Kind.GEMM,
+    "loka::mm_tf32": Kind.GEMM,
+    "loka::onednn_int8_dynamic_mm": Kind.GEMM,
+    "loka::onednn_int8_mm": Kind.GEMM,
+    "loka::epilogue_backward": Kind.ELEMENTWISE,
+    "loka::norm_forward": Kind.ELEMENTWISE,
+    "fbgemm::quantize_fp8_per_row": Kind.CAST,
+    "onednn::qlinear_prepack": Kind.CAST,  # oneDNN's own order of an operand's codes
+    "quantized::linear_prepack": Kind.CAST,
+    _CAST_RANGE: Kind.CAST,
+}
 _ATTENTION_WORDS = ("flash", "fmha", "attention")
 _GEMM_WORDS = (
     "gemm",
@@ -55,32 +79,36 @@ _GEMM_WORDS = (
     "cutlass",
     "wgmma",
     "xmma",
-    "triton_tem",
     "splitk",
     "aten::mm",
     "aten::addmm",
     "bmm",
-    "qlinear",
-    "int8",
 )
 
 
 def kind_of(kernel: TimedKernel, *, compiled: bool) -> Kind:
     """Sort one kernel. With the dense part ``compiled``, gradients outside compiled code are the embeddings'."""
     ops, name = kernel.ops, kernel.name.lower()
+    # torch.compile names a kernel after all the operators it was fused from, and some beside it: no word in it tells its kind.
+    is_fused = name.startswith("triton_")
+    # Before the ranges: weights are cast again inside the step of their optimizer.
+    if known := next((_KNOWN_KINDS[each] for each in (kernel.name, *ops) if each in _KNOWN_KINDS), None):
+        return known
+    if "quantize_fp8" in name and not is_fused:  # FBGEMM's, in Triton or CUDA
+        return Kind.CAST
     if _INPUT_RANGE in ops:
         return Kind.INPUT
     if _EMBEDDING_RANGE in ops or any("RowWiseAdagrad" in op or "EmbeddingBackward" in op for op in ops):
         return Kind.EMBEDDING
     if any(op.startswith("Optimizer.") for op in ops):
         return Kind.OPTIMIZER
-    if any(word in name for word in _ATTENTION_WORDS):
+    if any(word in name for word in _ATTENTION_WORDS) and not is_fused:
         return Kind.ATTENTION
-    if any(word in name for word in _GEMM_WORDS):
+    if "triton_tem" in name or (any(word in name for word in _GEMM_WORDS) and not is_fused):
         return Kind.GEMM
     if any("BinaryCrossEntropy" in op for op in ops):
         return Kind.REST
-    if name.startswith("triton_") or any("Compiled" in op for op in ops):
+    if is_fused or any("Compiled" in op for op in ops):
         return Kind.ELEMENTWISE
     if any(op.startswith("autograd::engine") for op in ops):
         return Kind.EMBEDDING if compiled else Kind.ELEMENTWISE
@@ -89,13 +117,19 @@ def kind_of(kernel: TimedKernel, *, compiled: bool) -> Kind:
     return Kind.REST
 
 
+def times_of(kernels: Iterable[TimedKernel], *, compiled: bool) -> dict[Kind, float]:
+    """The µs that the kernels of each kind take together."""
+    times_us = dict.fromkeys(Kind, 0.0)
+    for kernel in kernels:
+        times_us[kind_of(kernel, compiled=compiled)] += kernel.time_us
+    return times_us
+
+
 def shares_of(kernels: Iterable[TimedKernel], *, compiled: bool) -> dict[Kind, float]:
     """Each kind's share of the kernels' time; the shares add up to 1."""
-    times = dict.fromkeys(Kind, 0.0)
-    for kernel in kernels:
-        times[kind_of(kernel, compiled=compiled)] += kernel.time_us
-    total = sum(times.values())
-    return {kind: time_us / total for kind, time_us in times.items()}
+    times_us = times_of(kernels, compiled=compiled)
+    total_us = sum(times_us.values())
+    return {kind: time_us / total_us for kind, time_us in times_us.items()}
 
 
 def profile_step(trainer: Trainer, batches: Iterator[Batch], *, warmup: int, timed: int, profiled: int) -> StepProfile:
@@ -113,26 +147,29 @@ def profile_step(trainer: Trainer, batches: Iterator[Batch], *, warmup: int, tim
 
     run(warmup)
     seconds = run(timed) / timed
-    kernels = profile_kernels(lambda: run(profiled), trainer.model)
+    compiled = trainer.config.compile
+    kernels = profile_kernels(lambda: run(profiled), trainer.model, compiled=compiled)
     busy = sum(kernel.time_us for kernel in kernels) / profiled / (1e6 * seconds)
     return StepProfile(
         samples_per_s=trainer.config.batch_size / seconds,
         step_ms=1e3 * seconds,
         busy=busy,
-        shares=shares_of(kernels, compiled=trainer.config.compile),
+        shares=shares_of(kernels, compiled=compiled),
     )
 
 
-def profile_kernels(run: Callable[[], object], model: Recommender) -> list[TimedKernel]:
+def profile_kernels(run: Callable[[], object], model: Recommender, *, compiled: bool) -> list[TimedKernel]:
     """The kernels of what ``run`` does with ``model``: on a GPU those that ran there, on the CPU its operators."""
     on_cuda = next(model.parameters()).is_cuda
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-    with (
-        _in_range(model, "loka.model"),
-        _in_range(model.embeddings, _EMBEDDING_RANGE),
-        profile(activities=activities, acc_events=True) as profiler,
-    ):
-        run()
+    with ExitStack() as ranges:
+        ranges.enter_context(_in_range(model, "forward", "loka.model"))
+        ranges.enter_context(_in_range(model.embeddings, "forward", _EMBEDDING_RANGE))
+        if not compiled:  # a compiled model would be compiled anew for them
+            for _, caster in CASTERS.items():
+                ranges.enter_context(_in_range(caster, "cast", _CAST_RANGE))
+        with profile(activities=activities, acc_events=True) as profiler:
+            run()
     return list(_cuda_kernels(profiler) if on_cuda else _cpu_operators(profiler))
 
 
@@ -176,16 +213,16 @@ def _parents(event: torch.autograd.profiler_util.FunctionEvent) -> Iterator[str]
 
 
 @contextmanager
-def _in_range(module: nn.Module, name: str) -> Iterator[None]:
-    """Within the block, the module's forward is a range of the profiler."""
-    forward: Callable[..., object] = module.forward
+def _in_range(owner: object, method: str, name: str) -> Iterator[None]:
+    """Within the block, calls of the method are a range of the profiler."""
+    call: Callable[..., object] = getattr(owner, method)
 
     def in_range(*args: object) -> object:
         with record_function(name):
-            return forward(*args)
+            return call(*args)
 
-    module.forward = in_range
+    setattr(owner, method, in_range)
     try:
         yield
     finally:
-        del module.forward  # the class's own again
+        delattr(owner, method)  # the class's own again

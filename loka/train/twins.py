@@ -82,5 +82,5 @@ def _time_us(twin: Twin) -> float:
 
 def _by_kind(twin: Twin, compiled: bool, total_us: float) -> dict[str, float]:
     """The time of a call split as the profiler sees it: its own cost is in every part alike, so that shares are taken."""
-    shares = shares_of(profile_kernels(twin.run, twin.model), compiled=compiled)
+    shares = shares_of(profile_kernels(twin.run, twin.model, compiled=compiled), compiled=compiled)
     return {str(kind): share * total_us for kind in Kind if (share := shares[kind]) > 0}

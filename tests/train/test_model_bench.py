@@ -140,15 +140,25 @@ class TestTables:
         results = GatheredResults(tmp_path, "model", current_environment(device_of(CPU)), "loka bench model")
         about = {"model": "wukong", "preset": "base", "batch_size": 2048, "goal": "training", "did": "", "is_graph": True}
         shares = dict.fromkeys(map(str, Kind), 0.0) | {Kind.GEMM: 0.5, Kind.ELEMENTWISE: 0.25, Kind.REST: 0.25}
+        planned = shares | {Kind.GEMM: 0.4, Kind.CAST: 0.1}
         base = {"time_us": {"median_us": 4000.0}, "speedup": 1.0, "peak_bytes": 3 << 30, "shares": shares}
         results.add("wukong/base/2048/training/bf16", about | {"arm": "bf16"} | base)
-        loka = {"arm": "loka", "speedup": 1.333, "did": "7 of 9 sites", "peak_bytes": 2 << 30, "shares": None}
+        loka = {"arm": "loka", "speedup": 1.333, "did": "7 of 9 sites", "peak_bytes": 2 << 30, "shares": planned}
         results.add("wukong/base/2048/training/loka", about | loka)
+        unsound = about | base | {"arm": "bf16", "batch_size": 64, "shares": None}
+        results.add("wukong/base/64/training/bf16", unsound)
+        before_casts = {kind: share for kind, share in shares.items() if kind != Kind.CAST}
+        results.add("wukong/base/128/training/bf16", unsound | {"batch_size": 128, "shares": before_casts})
         results.add("wukong/base/2048/training/fbgemm", about | {"arm": "fbgemm", "failed": "no library"})
         tables = make_tables(results)
         assert "| wukong | base | 2048 | 4.00 | 1.33 | – |" in tables
         assert "| wukong | base | 2048 | 3.0 | 2.0 |  |" in tables
-        assert "| 50.0 % | 0.0 % | 25.0 % | 0.0 % | 0.0 % | 0.0 % | 25.0 % | 2.00 |" in tables
+        assert "| arm | GEMM | cast | attention | norm, activation | embedding | optimizer | input | rest |" in tables
+        rest = "| 0.0 % | 25.0 % | 0.0 % | 0.0 % | 0.0 % | 25.0 % |"
+        assert f"| 2048 | bf16 | 50.0 % | 0.0 % {rest} 2.00 |" in tables
+        assert f"| 2048 | loka | 40.0 % | 10.0 % {rest}  |" in tables
+        assert f"| 128 | bf16 | 50.0 % |  {rest} 2.00 |" in tables
+        assert "| 64 | bf16 | 50.0 %" not in tables
         assert "- loka: 7 of 9 sites (wukong/base/2048/training)" in tables
         assert "- fbgemm: could not run: no library" in tables
         assert "Serving" not in tables

@@ -1,15 +1,33 @@
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 from torch.autograd import DeviceType
 
+import loka.kernels
 from loka.data.dataset import open_dataset
+from loka.kernels.casting import CASTERS
+from loka.kernels.executor import SiteKernels
 from loka.models.registry import build_model
+from loka.nn.linear import LokaLinear
 from loka.train.config import TrainConfig
-from loka.train.step_profile import Kind, StepProfile, TimedKernel, kernels_on_device, kind_of, profile_step, shares_of
+from loka.train.step_profile import (
+    Kind,
+    StepProfile,
+    TimedKernel,
+    kernels_on_device,
+    kind_of,
+    profile_kernels,
+    profile_step,
+    shares_of,
+)
 from loka.train.trainer import Trainer
 
 BACKWARD = "autograd::engine::evaluate_function: "
+COMPILED = ("## Call CompiledFxGraph f3 ##", "CompiledFunction")
+AFTER_A_STEP = ("Optimizer.step#AdamW.step",)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +59,68 @@ def test_kernels_of_a_compiled_step_are_sorted_by_name_and_by_who_launched_them(
 @pytest.mark.parametrize(
     ("name", "ops", "kind"),
     [
+        ("cast_kernel", ("loka::cast_e4m3", *COMPILED), Kind.CAST),
+        ("cast_kernel", AFTER_A_STEP, Kind.CAST),  # weights, as the optimizer left them
+        ("amax_kernel", AFTER_A_STEP, Kind.CAST),
+        ("remember_kernel", AFTER_A_STEP, Kind.CAST),
+        ("rowwise_kernel", ("loka::cast_e4m3", "CompiledFunctionBackward"), Kind.CAST),
+        ("Memset (Device)", ("aten::zero_", "aten::new_zeros", "loka::cast_e4m3", *COMPILED), Kind.CAST),  # room for amaxes
+        ("_kernel_quantize_fp8_row", ("fbgemm::quantize_fp8_per_row", *COMPILED), Kind.CAST),
+        ("void fbgemm_gpu::quantize_fp8_per_row_kernel<true>", AFTER_A_STEP, Kind.CAST),
+        ("gemm_kernel", ("loka::fp8_gemm", *COMPILED), Kind.GEMM),
+        ("add_splits_kernel", ("loka::fp8_gemm", "CompiledFunctionBackward"), Kind.GEMM),
+        ("nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT", ("aten::_scaled_mm", *COMPILED), Kind.GEMM),
+        ("block_forward_kernel", ("loka::block_forward", *COMPILED), Kind.GEMM),
+        ("norm_forward_kernel", ("loka::norm_forward", *COMPILED), Kind.ELEMENTWISE),
+        ("epilogue_backward_kernel", ("loka::epilogue_backward", "CompiledFunctionBackward"), Kind.ELEMENTWISE),
+        ("amax_kernel", ("loka::block_forward", *COMPILED), Kind.CAST),  # the kernel's own name says more than who launched it
+    ],
+)
+def test_kernels_of_a_planned_step_are_sorted(name, ops, kind):
+    assert kind_of(TimedKernel(name, ops, 1.0), compiled=True) is kind
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton_per_fused__to_copy_add_cast_e4m3_div_expand_hardswish_hardswish_backward_mul_11",
+        "triton_poi_fused__to_copy_cast_e4m3_hardswish_mul_view_12",
+        "triton_poi_fused_bmm_clone_3",
+        "triton_red_fused_quantize_fp8_per_row_2",
+        "triton_poi_fused__scaled_dot_product_flash_attention_backward_view_8",
+    ],
+)
+def test_a_fused_kernel_is_not_what_it_is_named_after(name):
+    """torch.compile names it after what lies around it, too; so are the ranges that tell of it."""
+    assert kind_of(TimedKernel(name, (name, *COMPILED), 1.0), compiled=True) is Kind.ELEMENTWISE
+
+
+def test_every_kernel_and_operator_of_ours_has_a_kind():
+    """By the sources: Triton need not be there."""
+    sources = [path.read_text() for path in Path(loka.kernels.__file__).parent.rglob("*.py")]
+    kernels = {name for source in sources for name in re.findall(r"@triton\.jit\ndef ([a-z]\w*_kernel)\(", source)}
+    operators = {f"loka::{name}" for source in sources for name in re.findall(r'@op\("(\w+)"', source)}
+    ours = kernels | operators
+    assert {"cast_kernel", "gemm_kernel", "block_forward_kernel", "loka::cast_e4m3"} <= ours
+    # One that is not known by its name is sorted by who launched it.
+    assert {name for name in ours if kind_of(TimedKernel(name, AFTER_A_STEP, 1.0), compiled=True) is Kind.OPTIMIZER} == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "ops", "kind"),
+    [
         ("aten::addmm", ("aten::linear", "loka.model"), Kind.GEMM),
         ("aten::native_layer_norm", ("aten::layer_norm", "loka.model"), Kind.ELEMENTWISE),
         ("aten::silu_backward", ("SiluBackward0", BACKWARD + "SiluBackward0"), Kind.ELEMENTWISE),
         ("aten::index_select", ("aten::embedding", "loka.embeddings", "loka.model"), Kind.EMBEDDING),
+        ("aten::amax", ("loka.cast", "_Site", "loka.model"), Kind.CAST),
+        ("aten::div", ("loka.cast", *AFTER_A_STEP), Kind.CAST),
+        ("onednn::qlinear_prepack", ("loka::onednn_int8_mm", "_Site", "loka.model"), Kind.CAST),
+        ("aten::select", ("quantized::linear_prepack", "loka::onednn_int8_dynamic_mm", "loka.model"), Kind.CAST),
+        ("onednn::qlinear_pointwise", ("loka::onednn_int8_mm", "_Site", "loka.model"), Kind.GEMM),
+        ("quantized::linear_dynamic", ("loka::onednn_int8_dynamic_mm", "loka.model"), Kind.GEMM),
+        ("aten::mul_", ("loka::onednn_int8_mm", "_SiteBackward", BACKWARD + "_SiteBackward"), Kind.GEMM),  # by row scales
+        ("aten::sum", ("_SiteBackward", BACKWARD + "_SiteBackward"), Kind.ELEMENTWISE),  # the gradient of a bias
     ],
 )
 def test_operators_of_an_eager_step_are_sorted(name, ops, kind):
@@ -102,3 +178,33 @@ def test_a_step_on_the_cpu_has_a_share_of_every_kind_it_does():
     for kind in (Kind.GEMM, Kind.ELEMENTWISE, Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT, Kind.REST):
         assert profile.shares[kind] > 0, kind
     assert "forward" not in vars(trainer.model)
+
+
+def test_casts_of_a_planned_step_on_the_cpu_are_seen_wherever_they_are_made():
+    """Of activations, of gradients, and of weights after the optimizer's step; by operators that others use too."""
+    config = TrainConfig("wukong", "tiny", batch_size=64, device="cpu", out=None)
+    data = open_dataset("synthetic", onehot_sizes=[9, 99])
+    model = build_model("wukong", "tiny", data.schema)
+    parent, name = next(
+        (module, name)
+        for module in model.dense_part.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and min(child.in_features, child.out_features) >= 32
+    )
+    batch, kernels = next(data.train(64)), SiteKernels.same("onednn.int8")
+    high = Trainer(model, config)
+    high.step(batch)
+    assert shares_of(profile_kernels(lambda: high.step(batch), model, compiled=False), compiled=False)[Kind.CAST] == 0
+    setattr(parent, name, LokaLinear.from_linear(getattr(parent, name), kernels))
+    planned = Trainer(model, config)
+    planned.step(batch)
+    casts = [
+        kernel
+        for kernel in profile_kernels(lambda: planned.step(batch), model, compiled=False)
+        if kind_of(kernel, compiled=False) is Kind.CAST and kernel.name == "aten::amax"
+    ]
+    # x by rows for fprop and by columns for wgrad; dy for dgrad and for wgrad; w for fprop and for dgrad.
+    assert ["_SiteBackward" in kernel.ops for kernel in casts].count(True) == 2
+    assert [AFTER_A_STEP[0] in kernel.ops for kernel in casts].count(True) == 2
+    assert len(casts) == 6
+    assert all("cast" not in vars(caster) for _, caster in CASTERS.items())
