@@ -15,6 +15,7 @@ from loka.core.recipe import Format
 from loka.core.survey import Struct
 
 SCHEMA = "loka.comparison/1"
+WAITING = "waiting for the host"  # beside the kinds of work: a GPU that has nothing to do until more is launched
 
 
 def other_precision(dtype: Format) -> Format:

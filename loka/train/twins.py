@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from loka.core.comparison import QualityPair, TimePair
+from loka.core.comparison import WAITING, QualityPair, TimePair
 from loka.core.plan import Goal
 from loka.data.batch import Batch
 from loka.models.recommender import Recommender
 from loka.numerics.confidence import estimate_mean
 from loka.train.config import Precision
 from loka.train.precision import autocast
-from loka.train.step_profile import Kind, profile_kernels, shares_of
+from loka.train.step_profile import Kind, TimedKernel, profile_kernels, times_of
+
+CALLS_IN_A_ROW = 4  # on a GPU, between two waits for it
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class Twin:
 
     model: Recommender
     run: Callable[[], object]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return next(self.model.parameters()).is_cuda
 
 
 def compare_quality(
@@ -58,29 +64,49 @@ def compare_times(
         pair = _time_us(high), _time_us(planned)
         if turn >= 2:  # the first ones compile and allocate
             times.append(pair)
+    high_us, planned_us = (statistics.median(pair[side] for pair in times) for side in (0, 1))
     return TimePair(
         goal=goal,
         batch_size=batch_size,
-        high_us=statistics.median(before for before, _ in times),
-        planned_us=statistics.median(after for _, after in times),
+        high_us=high_us,
+        planned_us=planned_us,
         speedup=estimate_mean([before / after for before, after in times]),
-        high_by_kind=_by_kind(high, compiled, statistics.median(before for before, _ in times)),
-        planned_by_kind=_by_kind(planned, compiled, statistics.median(after for _, after in times)),
+        high_by_kind=_by_kind(high, high_us, compiled),
+        planned_by_kind=_by_kind(planned, planned_us, compiled),
     )
 
 
 def _time_us(twin: Twin) -> float:
-    on_cuda = next(twin.model.parameters()).is_cuda
-    if on_cuda:
-        torch.cuda.synchronize()
+    if twin.is_on_gpu:
+        return time_in_a_row_us(twin.run, CALLS_IN_A_ROW, torch.cuda.synchronize)
+    return time_in_a_row_us(twin.run, 1, lambda: None)
+
+
+def time_in_a_row_us(run: Callable[[], object], calls: int, wait: Callable[[], object]) -> float:
+    """What one of ``calls`` takes. Only before and behind them all does the host ``wait``: between them it runs ahead of the
+    device, as in training."""
+    wait()
     start = time.perf_counter()
-    twin.run()
-    if on_cuda:
-        torch.cuda.synchronize()
-    return 1e6 * (time.perf_counter() - start)
+    for _ in range(calls):
+        run()
+    wait()
+    return 1e6 * (time.perf_counter() - start) / calls
 
 
-def _by_kind(twin: Twin, compiled: bool, total_us: float) -> dict[str, float]:
-    """The time of a call split as the profiler sees it: its own cost is in every part alike, so that shares are taken."""
-    shares = shares_of(profile_kernels(twin.run, twin.model, compiled=compiled), compiled=compiled)
-    return {str(kind): share * total_us for kind in Kind if (share := shares[kind]) > 0}
+def _by_kind(twin: Twin, total_us: float, compiled: bool) -> dict[str, float]:
+    kernels = profile_kernels(twin.run, twin.model, compiled=compiled)
+    return split_by_kind(kernels, total_us, compiled=compiled, on_gpu=twin.is_on_gpu)
+
+
+def split_by_kind(kernels: Iterable[TimedKernel], total_us: float, *, compiled: bool, on_gpu: bool) -> dict[str, float]:
+    """The ``total_us`` of a call by kind of work, which add up to it.
+
+    Kernels on a GPU take their own time, and the rest of the call it waits for the host to launch the next. The times of the
+    CPU's operators hold the profiler's cost, in every one alike: there they are shares of the total.
+    """
+    times_us = times_of(kernels, compiled=compiled)
+    busy_us = sum(times_us.values())
+    scale = total_us / busy_us if not on_gpu or busy_us > total_us else 1.0
+    split = {str(kind): scale * time_us for kind in Kind if (time_us := times_us[kind]) > 0}
+    waiting_us = total_us - scale * busy_us
+    return split | {WAITING: waiting_us} if on_gpu and waiting_us > 0 else split
