@@ -4,7 +4,7 @@ Casters are added like kernels. Each form goes to the first of ``PREFERENCE`` th
 forms in one call, so that it can read the tensor as few times as possible.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -49,7 +49,9 @@ class Rewriter(Protocol):
 
     def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor: ...
 
-    def rewrite(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> None: ...
+    def rewriting(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> Callable[[], None]:
+        """What writes ``operands`` again from the values that ``tensor`` then has, each time it is called."""
+        ...
 
 
 CASTERS: Registry[Caster] = Registry("caster", discover=providers.import_all)

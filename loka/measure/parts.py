@@ -3,7 +3,7 @@
 Axes:  M rows of the batch,  K in_features,  N out_features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -117,7 +117,7 @@ class SiteParts:
         self._vectors: dict[tuple[Transform, int], TransformVectors] = {}
         self._references: dict[Role, Tensor] = {}
         self._dy_sum: Tensor | None = None
-        self._held: dict[tuple[tuple[Form, ...], int], tuple[tuple[Operand, ...], Tensor]] = {}
+        self._held: dict[tuple[tuple[Form, ...], int], tuple[tuple[Operand, ...], Callable[[], None]]] = {}
 
     def cast(self, name: TensorName, forms: Sequence[Form], turn: int) -> tuple[Operand, ...]:
         """All ``forms`` of a tensor as a model casts them: the call to time. A weight is cast again where its copies lie, if a
@@ -128,9 +128,11 @@ class SiteParts:
             return cast(name, tensor, forms, self.vectors_of(forms[0].transform, turn))
         key = forms, turn % len(self.tensors.weights)
         if key not in self._held:
-            self._held[key] = cast(name, tensor, forms), rewriter.remember(tensor, forms)
-        operands, memory = self._held[key]
-        rewriter.rewrite(tensor, dict(zip(forms, operands, strict=True)), memory)
+            operands = cast(name, tensor, forms)
+            memory = rewriter.remember(tensor, forms)
+            self._held[key] = operands, rewriter.rewriting(tensor, dict(zip(forms, operands, strict=True)), memory)
+        operands, rewrite = self._held[key]
+        rewrite()
         return operands
 
     def multiply(self, option: Option, turn: int = 0, *, fresh: bool = False) -> Tensor:

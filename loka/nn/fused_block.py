@@ -14,13 +14,14 @@ from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
-from loka.nn.fused_steps import WeightCodes, cast_weight, recast_weight
+from loka.nn.fused_steps import WeightCodes, cast_weight, recasting_weight
 from loka.nn.linear import output_dtype, own_weight, require_input
 from loka.nn.weight_casts import (
     drop_casts,
     holds_casts_of,
     keep_current,
     refresh_after_load,
+    rewrite_casts,
     state_without_casts,
     store_casts,
     stored_cast,
@@ -80,7 +81,8 @@ class FusedBlock(nn.Module):
         if self.why_reference is not None:
             return
         if holds_casts_of(self, self.weight):
-            recast_weight(self.weight.detach(), self._held_codes())
+            weight_NK = self.weight.detach()
+            rewrite_casts(self, weight_NK, lambda: recasting_weight(weight_NK, self._held_codes()))
         else:
             self.refresh_weight_casts()
 

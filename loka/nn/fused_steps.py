@@ -7,6 +7,7 @@ a scale a row. Forward saves the codes of the input transposed, as wgrad reads i
 activation is made from (see ``_saved_dtype``).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from loka.core.recipe import Scaling
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, epilogue_backward, norm_forward
-from loka.kernels.triton.casts import Target, cast_matrix, remember_amax, rewrite_codes
+from loka.kernels.triton.casts import Target, cast_matrix, remember_amax, rewriting
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.tiles import NormBlocks, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
@@ -84,10 +85,11 @@ def cast_weight(weight_NK: Tensor) -> WeightCodes:
     return WeightCodes(*cast_matrix(weight_NK, *targets), remember_amax(weight_NK, *targets))
 
 
-def recast_weight(weight_NK: Tensor, held: WeightCodes) -> None:
-    """``cast_weight`` of a weight that has moved but a little, into the codes that are there and in one read."""
+def recasting_weight(weight_NK: Tensor, held: WeightCodes) -> Callable[[], None]:
+    """What does ``cast_weight`` again each time it is called, of a weight that has moved but a little: into the codes that are
+    there and in one read."""
     n, k = weight_NK.shape
-    rewrite_codes(weight_NK, _rowwise(n, k), _rowwise(k, n), held[:4], held.memory)
+    return rewriting(weight_NK, _rowwise(n, k), _rowwise(k, n), held[:4], held.memory)
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:

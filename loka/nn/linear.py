@@ -17,6 +17,7 @@ from loka.nn.weight_casts import (
     holds_casts_of,
     keep_current,
     refresh_after_load,
+    rewrite_casts,
     state_without_casts,
     store_casts,
     stored_cast,
@@ -89,10 +90,13 @@ class LokaLinear(nn.Linear):
     def recast_after_step(self) -> None:
         """The same after a step of an optimizer, which moves a weight but a little: in one read where a caster can."""
         weight_NK = self.weight.detach()
-        if self._rewriter is None or not holds_casts_of(self, weight_NK):
+        rewriter = self._rewriter
+        if rewriter is None or not holds_casts_of(self, weight_NK):
             self.refresh_weight_casts()
             return
-        self._rewriter.rewrite(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
+        rewrite_casts(
+            self, weight_NK, lambda: rewriter.rewriting(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
+        )
         store_casts(self, self._shift())
 
     def _shift(self) -> dict[str, Tensor]:

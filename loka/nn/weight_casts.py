@@ -6,8 +6,8 @@ under fused AdamW or ``.data`` writes, and cannot be read in a compiled graph.
 """
 
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,14 @@ class HoldsWeightCasts(Protocol):
 PREFIX = "_weight_"  # of the buffers that hold casts
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _hook_installed = False
+
+
+class _Rewrite(NamedTuple):
+    place: tuple[int, ...]  # addresses of the weight and its casts
+    run: Callable[[], None]
+
+
+_rewrites: weakref.WeakKeyDictionary[nn.Module, _Rewrite] = weakref.WeakKeyDictionary()  # not in the modules: they are pickled
 
 
 def keep_current(holder: HoldsWeightCasts) -> None:
@@ -68,6 +76,16 @@ def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
     """Whether casts are held where ``weight`` lies: somebody may have moved its data."""
     held = [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
     return bool(held) and all(buffer.device == weight.device for buffer in held)
+
+
+def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Callable[[], None]]) -> None:
+    """Write the casts of ``weight`` again where they lie, by what ``prepare`` made when all of it lay where it lies now."""
+    held = [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
+    place = tuple(tensor.data_ptr() for tensor in (weight, *held))
+    known = _rewrites.get(module)
+    if known is None or known.place != place:
+        known = _rewrites[module] = _Rewrite(place, prepare())
+    known.run()
 
 
 def stored_cast(module: nn.Module, name: str) -> Tensor:

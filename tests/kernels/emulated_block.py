@@ -3,6 +3,8 @@
 The same signatures and layouts, the oracle's rounding. Where an op may leave rubbish, here is NaN: a reader of it is found.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    for op in (block_forward, norm_forward, epilogue_backward, gemm, cast_matrix, remember_amax, rewrite_codes):
+    for op in (block_forward, norm_forward, epilogue_backward, gemm, cast_matrix, remember_amax, rewriting):
         monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
@@ -97,11 +99,14 @@ def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
     return x.new_empty((3, 0), dtype=torch.int32)
 
 
-def rewrite_codes(
+def rewriting(
     x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor
-) -> None:
-    for held, made in zip(codes, cast_matrix(x, plain, trans), strict=True):
-        held.copy_(made)
+) -> Callable[[], None]:
+    def run() -> None:
+        for held, made in zip(codes, cast_matrix(x, plain, trans), strict=True):
+            held.copy_(made)
+
+    return run
 
 
 def _gradient(dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks | None, activation: str) -> Tensor:

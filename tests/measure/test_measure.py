@@ -1,7 +1,7 @@
 """Timing side by side, and measuring a site: known errors, parts that add up, failures that are told."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -114,8 +114,8 @@ def test_a_weight_s_cast_is_timed_as_it_is_made_after_a_step(monkeypatch: pytest
         def remember(self, tensor: torch.Tensor, forms: Sequence[Form]) -> torch.Tensor:
             return torch.zeros(len(forms))
 
-        def rewrite(self, tensor: torch.Tensor, operands: Mapping[Form, Operand], memory: torch.Tensor) -> None:
-            rewritten.append(len(operands) * len(memory))
+        def rewriting(self, tensor: torch.Tensor, operands: Mapping[Form, Operand], memory: torch.Tensor) -> Callable[[], None]:
+            return lambda: rewritten.append(len(operands) * len(memory))
 
     monkeypatch.setattr("loka.measure.parts.rewriter_of", lambda name, tensor, forms: Rewriter())
     parts = SiteParts(SiteTensors.random(SiteShape(32, 48, 64), torch.float32, torch.device("cpu"), copies=2))

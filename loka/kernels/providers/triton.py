@@ -1,7 +1,7 @@
 """Our own kernels (``loka.kernels.triton``) behind the contract."""
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -15,7 +15,7 @@ from loka.kernels.contract import add_kernel
 from loka.kernels.device import constant_when_traced
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec, padded_size, recipe_of
 from loka.kernels.providers.torch_fp8 import missing_fp8
-from loka.kernels.triton.casts import SCALINGS, Target, amax_sizes, cast_matrix, remember_amax, rewrite_codes
+from loka.kernels.triton.casts import SCALINGS, Target, amax_sizes, cast_matrix, remember_amax, rewriting
 from loka.kernels.triton.gemm import gemm
 
 STATIC_SCALE = 16 / 448  # what follows a BlockNorm of 256 features is at most √256 = 16
@@ -113,13 +113,20 @@ class TritonCaster:
     def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor:
         return torch.cat([remember_amax(tensor, *_targets(tensor, pair)) for pair in _pairs(forms)], dim=1)
 
-    def rewrite(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> None:
+    def rewriting(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> Callable[[], None]:
         pairs = _pairs(tuple(operands))
         targets = [_targets(tensor, pair) for pair in pairs]
         shares = memory.split([sum(amax_sizes(tensor, *both)) for both in targets], dim=1)
+        rewrites = []
         for pair, both, share in zip(pairs, targets, shares, strict=True):
             plain, trans = (_held(tensor, None if form is None else operands[form]) for form in pair)
-            rewrite_codes(tensor, *both, (*plain, *trans), share)
+            rewrites.append(rewriting(tensor, *both, (*plain, *trans), share))
+
+        def run() -> None:
+            for rewrite in rewrites:
+                rewrite()
+
+        return run
 
 
 def _held(tensor: Tensor, operand: Operand | None) -> tuple[Tensor, Tensor]:

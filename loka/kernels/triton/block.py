@@ -13,7 +13,7 @@ from torch import Tensor
 from loka.kernels.operand import padded_size
 from loka.kernels.ops import fake_of, op
 from loka.kernels.triton.gemm import descriptor
-from loka.kernels.triton.launch import on_its_gpu
+from loka.kernels.triton.launch import launch, on_its_gpu
 from loka.kernels.triton.tiles import (
     BACKWARD_ROWS,
     NORM_ROWS,
@@ -102,7 +102,8 @@ def _block_forward(
     columns = Columns.of(n, blocks, tiles.cols)
     out = _outputs(x, m, n, blocks, wanted)
     programs, persistent = grid(ceil_div(m, tiles.rows) * columns.count, tiles, sms)
-    kernels.block_forward_kernel[(programs,)](
+    launch(
+        kernels.block_forward_kernel, (programs, 1, 1),
         descriptor(x, m, k, tiles.rows, tiles.depth), descriptor(w, n, k, tiles.cols, tiles.depth),
         x_scale, w_scale, bias, *out,
         m, n, k, columns.count, eps, x_factor, 1.0 if blocks is None else 1 / blocks.code_scale,
@@ -111,7 +112,7 @@ def _block_forward(
         DEPTH=tiles.depth, PROMOTED=is_promoted(k),
         X_ROWWISE=x_scale is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
         HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved is not None, AMAX=amax, PERSISTENT=persistent,
-        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=x.is_cuda,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
 
@@ -162,11 +163,12 @@ def _norm_forward(
     z = z if z.stride(1) == 1 else z.contiguous()
     (m, n), blocks = z.shape, NormBlocks(z.shape[1], block)
     out = _outputs(z, m, n, blocks, Wanted(high, codes, transposed, saved))
-    kernels.norm_forward_kernel[(ceil_div(m, NORM_ROWS) * blocks.count,)](
+    launch(
+        kernels.norm_forward_kernel, (ceil_div(m, NORM_ROWS) * blocks.count, 1, 1),
         z, *out[:5], m, n, z.stride(0), blocks.count, eps, 1 / blocks.code_scale, padded_size(n, 16), padded_size(m, 16),
         ROWS=NORM_ROWS, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation,
         HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved is not None,
-        num_warps=4, launch_pdl=z.is_cuda,
+        num_warps=4,
     )  # fmt: skip
     return out
 
@@ -236,11 +238,12 @@ def _epilogue_backward(
     (m, n), (cols, columns, steps, groups) = dy.shape, _backward_grid(dy, block)
     blocks = _norm_blocks(n, block)
     dz, amax, bias_sums = dy.new_empty((m, n)), dy.new_zeros(m + n, dtype=torch.int32), _bias_sums(dy, groups, bias)
-    kernels.epilogue_backward_kernel[(groups * columns.count,)](
+    launch(
+        kernels.epilogue_backward_kernel, (groups * columns.count, 1, 1),
         dy, u, rstd, dz, amax[:m], amax[m:], bias_sums,
         m, n, dy.stride(0), u.stride(0), columns.count, blocks.code_scale if blocks and u.dtype is CODES_DTYPE else 1.0,
         NORM=blocks is not None, ROWS=BACKWARD_ROWS, STEPS=steps, COLS=cols, WIDTH=columns.width, WIDER=columns.wider,
-        ACTIVATION=activation, BIAS=bias, EIGHTS=u.stride(0) % 8 == 0, num_warps=8, launch_pdl=dy.is_cuda,
+        ACTIVATION=activation, BIAS=bias, EIGHTS=u.stride(0) % 8 == 0, num_warps=8,
     )  # fmt: skip
     return dz, amax, bias_sums
 

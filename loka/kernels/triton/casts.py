@@ -1,6 +1,8 @@
 """Casts to e4m3 in the fewest reads: one for static and tile scales, and for row scales of rows that fit a program; two
 where a scale covers more than a program can see (tensorwise, and row scales of the transposed matrix)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from loka.core.errors import InvalidInput
 from loka.core.recipe import Scaling
 from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.ops import fake_of, op
-from loka.kernels.triton.launch import on_its_gpu
+from loka.kernels.triton.launch import Again, launch, on_its_gpu, recorded
 from loka.kernels.triton.tiles import multiprocessors, power_of_two
 
 WIDEST_ROW = 16384  # values of one row that a program holds in registers
@@ -143,11 +145,33 @@ def _row_by_row(plain: Target, trans: Target, cols: int) -> bool:
 
 
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
-    """Memory for ``rewrite_codes``: twice the amaxes of ``x`` that the targets' scales are made from, zeros to see others, and
+    """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, zeros to see others, and
     room for what outgrew them."""
     amax = torch.cat(_amaxes(x, plain, trans)).view(torch.float32)
     last = torch.where(amax.isfinite(), (2 * amax).clamp(max=3e38), amax).view(torch.int32)
     return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
+
+
+def rewriting(
+    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor
+) -> Callable[[], None]:
+    """``rewrite_codes`` of the same tensors as often as it is called: after the first time by its launches alone, without the
+    Python that led to them."""
+    launches: tuple[Again, ...] = ()
+
+    @on_its_gpu
+    def run(x: Tensor) -> None:
+        nonlocal launches
+        if launches:
+            for again in launches:
+                again()
+            _tell_autograd(codes)
+        elif x.stride(1) == 1:
+            launches = recorded(lambda: rewrite_codes(x, plain, trans, codes, memory))
+        else:  # its copy would be launched again with the values of the first time
+            rewrite_codes(x, plain, trans, codes, memory)
+
+    return partial(run, x)
 
 
 @on_its_gpu
@@ -177,8 +201,8 @@ def rewrite_codes(
     programs = -(-last.numel() // REMEMBERED_AT_ONCE)
     amaxes = _split_amaxes(last, x, plain, trans)
     _launch_cast(x, plain, trans, codes, amaxes, seen=_split_amaxes(seen, x, plain, trans))
-    kernels.remember_kernel[(programs,)](
-        seen, last, outgrown, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4, launch_pdl=x.is_cuda
+    launch(
+        kernels.remember_kernel, (programs, 1, 1), seen, last, outgrown, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4
     )
     _launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
     _tell_autograd(codes)
@@ -195,10 +219,10 @@ def _launch_rowwise(x: Tensor, plain: Target, codes: tuple[Tensor, Tensor, Tenso
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), step = x.shape, rows_at_once(plain.contraction)
-    kernels.rowwise_kernel[(-(-plain.outer // step),)](
+    launch(
+        kernels.rowwise_kernel, (-(-plain.outer // step), 1, 1),
         x, codes[0], codes[1], rows, cols, x.stride(0), plain.outer, plain.contraction,
         ROWS=step, COLS=max(16, power_of_two(plain.contraction)), num_warps=8 if plain.contraction > 1024 else 4,
-        launch_pdl=x.is_cuda,
     )  # fmt: skip
 
 
@@ -216,17 +240,19 @@ def _launch_cast(
 
     (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
     (row_amax, col_amax, all_amax), (seen_rows, seen_cols, seen_all) = amaxes, seen or amaxes
+    words = trans_codes if trans.scaling == NOT_WRITTEN else trans_codes.view(torch.int32)
     tile = cast_tile((plain.scaling, trans.scaling))
     tiles_across = -(-max(plain.contraction, trans.outer) // tile.cols)
     tiles = tiles_across * -(-max(plain.outer, trans.contraction) // tile.rows)
-    kernels.cast_kernel[(tiles,)](
-        x, plain_codes, plain_scale, trans_codes.flatten().view(torch.int32), trans_scale, row_amax, col_amax, all_amax,
+    launch(
+        kernels.cast_kernel, (tiles, 1, 1),
+        x, plain_codes, plain_scale, words, trans_scale, row_amax, col_amax, all_amax,
         seen_rows, seen_cols, seen_all, all_amax if outgrown is None else outgrown, 0 if outgrown is None else outgrown.numel(),
         rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
         ALIGNED=trans.contraction % 16 == 0, SEEN=seen is not None, IF_OUTGROWN=outgrown is not None,
-        num_warps=8 if tile.rows == 128 else 4, launch_pdl=x.is_cuda,
+        num_warps=8 if tile.rows == 128 else 4,
     )  # fmt: skip
 
 
@@ -254,10 +280,10 @@ def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
         return none, none, none
     of_rows, of_cols, of_all = _split_amaxes(x.new_zeros(sum(sizes), dtype=torch.int32), x, plain, trans)
     down = tiles_down(rows, cols, multiprocessors(x.device))
-    kernels.amax_kernel[(-(-rows // (down * tile_rows)) * -(-cols // tile_cols),)](
+    launch(
+        kernels.amax_kernel, (-(-rows // (down * tile_rows)) * -(-cols // tile_cols), 1, 1),
         x, of_rows, of_cols, of_all, rows, cols, x.stride(0), down,
         ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, num_warps=8,
-        launch_pdl=x.is_cuda,
     )  # fmt: skip
     return of_rows, of_cols, of_all
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.ops import fake_of, op
-from loka.kernels.triton.launch import on_its_gpu
+from loka.kernels.triton.launch import launch, on_its_gpu
 from loka.kernels.triton.tiles import ceil_div, choose_tiles, count, grid, multiprocessors
 
 SUMS_PER_PROGRAM = 1024
@@ -44,13 +44,14 @@ def _fp8_gemm(
     out = a.new_empty((m, n), dtype=out_dtype)
     part = out if splits == 1 else a.new_empty((splits, m, n), dtype=torch.float32)
     programs, persistent = grid(count(tiles, m, n), tiles, multiprocessors(a.device))
-    kernels.gemm_kernel[(programs, splits)](
+    launch(
+        kernels.gemm_kernel, (programs, splits, 1),
         descriptor(a, m, k, tiles.rows, tiles.depth), descriptor(b, n, k, tiles.cols, tiles.depth),
         a_scale, b_scale, bias, part, m, n, k, k_of_split, b_factor,
         ROWS=tiles.rows, COLS=tiles.cols, DEPTH=tiles.depth,
         A_SCALES=scales_of(a_scale), B_SCALES=scales_of(b_scale),
         HAS_BIAS=bias is not None and splits == 1, PROMOTED=promoted, PERSISTENT=persistent,
-        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=a.is_cuda,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out if splits == 1 else _add_splits(part, bias, out)
 
@@ -86,8 +87,9 @@ def descriptor(codes: Tensor, rows: int, cols: int, tile_rows: int, tile_cols: i
 def _add_splits(part: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     from loka.kernels.triton import gemm_kernels as kernels
 
-    kernels.add_splits_kernel[(ceil_div(out.numel(), SUMS_PER_PROGRAM),)](
+    launch(
+        kernels.add_splits_kernel, (ceil_div(out.numel(), SUMS_PER_PROGRAM), 1, 1),
         part, bias, out, out.numel(), out.shape[1], part.shape[0],
-        HAS_BIAS=bias is not None, LENGTH=SUMS_PER_PROGRAM, num_warps=4, launch_pdl=out.is_cuda,
+        HAS_BIAS=bias is not None, LENGTH=SUMS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     return out

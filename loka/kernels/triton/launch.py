@@ -1,8 +1,13 @@
-"""Where Triton launches: on the current GPU, whatever its tensors lie on."""
+"""How our kernels are launched: on the GPU that their tensors lie on, and without working out again what Triton knows.
+
+Triton's own ``kernel[grid](…)`` looks at every argument to find the compiled kernel, which takes the host longer than many
+a kernel takes the GPU. Here a compiled kernel is found by what Triton would specialize on, and launched by its own handle.
+"""
 
 import functools
+import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +15,18 @@ from torch import Tensor
 Others = ParamSpec("Others")
 Result = TypeVar("Result")
 Launch = Callable[Concatenate[Tensor, Others], Result]
+Again = Callable[[], object]
+
+MOST_KNOWN = 20_000  # compiled kernels by arguments; a size that is new in every call shall not fill the memory
+
+_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+
+
+class _Recording(threading.local):
+    launches: list[Again] | None = None
+
+
+_recording = _Recording()
 
 
 def on_its_gpu(launch: Launch[Others, Result]) -> Launch[Others, Result]:
@@ -23,3 +40,57 @@ def on_its_gpu(launch: Launch[Others, Result]) -> Launch[Others, Result]:
             return launch(first, *others, **named)
 
     return run
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int, int], *args: object, num_warps: int, num_stages: int = 3, **constants: object
+) -> None:
+    """``kernel[grid](*args, **constants)`` on the current GPU: ``constants`` are the last parameters, compiled in."""
+    import triton
+
+    if isinstance(kernel, triton.JITFunction):
+        again = _compiled_launch(kernel, grid, args, num_warps, num_stages, constants)
+    else:  # interpreted
+        again = functools.partial(kernel[grid], *args, **constants)
+        again()
+    if _recording.launches is not None:
+        _recording.launches.append(again)
+
+
+def recorded(work: Again) -> tuple[Again, ...]:
+    """Do ``work`` and return its launches, to be made again on the same memory: for work that does nothing else."""
+    outer, _recording.launches = _recording.launches, []
+    try:
+        work()
+        return tuple(_recording.launches)
+    finally:
+        _recording.launches = outer
+
+
+def _compiled_launch(
+    kernel: Any, grid: tuple[int, int, int], args: tuple[object, ...], warps: int, stages: int, constants: dict[str, object]
+) -> Again:
+    key = (
+        id(kernel), torch.cuda.current_device(), warps, stages, *map(_specialized_on, args), *constants.values(),
+    )  # fmt: skip
+    known = _compiled.get(key)
+    if known is None:
+        # Launched while the kernel before it still runs: each of our kernels waits for that one's results by itself.
+        compiled = kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, launch_pdl=True)
+        last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        if len(_compiled) >= MOST_KNOWN:
+            _compiled.clear()
+        _compiled[key] = compiled, last
+        return functools.partial(compiled[grid], *args, *last)
+    compiled, last = known
+    again = functools.partial(compiled[grid], *args, *last)
+    again()
+    return again
+
+
+def _specialized_on(arg: object) -> object:
+    """What of an argument Triton compiles for. Of numbers it is less than the value: then kernels are found by more."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16
+    base = getattr(arg, "base", None)  # of a descriptor, whose tile is among the constants
+    return arg if base is None else base.dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import OperandSpec
+from loka.kernels.triton import casts
 from loka.kernels.triton.casts import (
     NOT_WRITTEN,
     SCALINGS,
@@ -19,6 +20,7 @@ from loka.kernels.triton.casts import (
     reads,
     remember_amax,
     rewrite_codes,
+    rewriting,
     rows_at_once,
     tiles_down,
 )
@@ -144,6 +146,40 @@ class TestRewriting:
                 torch.testing.assert_close(2 * decode(got.cpu()), decode(expected.cpu()), rtol=0, atol=2.0**-8)
             else:
                 assert torch.equal(got, expected)
+
+    @pytest.mark.parametrize(
+        "kinds", [*KINDS, ("rowwise", "none"), ("128x128", "128x128"), ("rowwise", "static")], ids="-".join
+    )
+    @pytest.mark.parametrize("rows", [40, 64], ids=str)
+    def test_launches_made_again_write_what_a_call_writes(
+        self, where: torch.device, kinds: tuple[str, str], rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of the values that the matrix has then, growth and all, and without the Python in front of them."""
+        x = hostile(rows, 150, torch.float32, 0).to(where)
+        targets = target(kinds[0], rows, 150), target(kinds[1], 150, rows)
+        once, again = ((cast_matrix(x, *targets), remember_amax(x, *targets)) for _ in range(2))
+        rewrite = rewriting(x, *targets, *again)
+        for index, step in enumerate((1.1, 0.8, 7.0, 1.0)):
+            x.mul_(step)
+            rewrite_codes(x, *targets, *once)
+            versions = [codes._version for codes in again[0]]
+            with monkeypatch.context() as patch:
+                if index:
+                    patch.setattr(casts, "rewrite_codes", None)
+                rewrite()
+            for got, expected, version in zip(again[0], once[0], versions, strict=True):
+                assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+                assert got._version > version
+
+    def test_a_matrix_that_must_be_copied_is_copied_every_time(self, where: torch.device) -> None:
+        x = torch.randn(64, 40, generator=torch.Generator().manual_seed(0)).to(where).t()
+        targets = target("rowwise", 40, 64), target("none", 64, 40)
+        codes = cast_matrix(x, *targets)
+        rewrite = rewriting(x, *targets, codes, remember_amax(x, *targets))
+        for _ in range(3):
+            x.mul_(-1)
+            rewrite()
+            torch.testing.assert_close(decode(codes[0].cpu())[:40] * codes[1].cpu()[:40], x.cpu(), rtol=0.07, atol=1e-3)
 
     def test_what_shrinks_to_little_is_written_by_what_it_is_now(self, where: torch.device) -> None:
         x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)).to(where)

@@ -56,10 +56,10 @@ def test_a_linear_layer_s_copies_are_rewritten_where_they_lie(where: torch.devic
     weight_NK = torch.randn(40, 72, generator=torch.Generator().manual_seed(0)).to(where)
     assert rewriter_of(TensorName.W, weight_NK, forms) is caster
     operands = dict(zip(forms, caster.cast(weight_NK, forms), strict=True))
-    memory = caster.remember(weight_NK, forms)
-    for step in (1.2, 0.9):
-        weight_NK = step * weight_NK + 0.05
-        caster.rewrite(weight_NK, operands, memory)
+    rewrite = caster.rewriting(weight_NK, operands, caster.remember(weight_NK, forms))
+    for step in (1.2, 0.9, 1.1):
+        weight_NK.mul_(step).add_(0.05)
+        rewrite()
         for form, operand in operands.items():
             weight = weight_NK.t() if form.transposed else weight_NK
             scale = operand.scale[: operand.outer] if form.spec.scaling is Scaling.ROWWISE else operand.scale  # type: ignore[index]
