@@ -11,8 +11,8 @@ from loka.core.plan import digest_of_plan
 
 Option = str | int | float | tuple[int, ...]  # a command line gives text, which the model or data set reads as it needs
 
-# A run may save or be checked more or less often and move to another folder: none of it decides a number.
-_FREE_ON_RESUME = ("checkpoint_every", "guard_every", "out", "data_path")
+# A run may save or be checked more or less often, move to another folder, be launched otherwise: none of it decides a number.
+_FREE_ON_RESUME = ("checkpoint_every", "guard_every", "out", "data_path", "cuda_graphs")
 
 
 _LEAST = {"steps": 1, "batch_size": 1, "log_every": 1, "checkpoint_every": 1}
@@ -59,6 +59,8 @@ class TrainConfig:
     """Arithmetic of the dense part."""
     compile: bool = False
     """torch.compile the dense part."""
+    cuda_graphs: bool = False
+    """Replay the compiled dense part as CUDA graphs, where the host launches kernels more slowly than the GPU runs them."""
     mods: tuple[str, ...] = ()
     """Mods to make on the dense part before training, e.g. --mods no_bias --mods block_norm."""
     plan: str | None = None
@@ -87,6 +89,8 @@ class TrainConfig:
         for name in ("lr", "embedding_lr"):
             if not getattr(self, name) > 0:
                 raise InvalidInput(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.cuda_graphs and not self.compile:
+            raise InvalidInput("cuda_graphs replays what torch.compile made: set compile too")
         if self.weight_decay < 0:
             raise InvalidInput(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.plan is not None and not Path(self.plan).exists():

@@ -20,7 +20,7 @@ class DemoSettings:
     twin_steps: int
     test_batches: int
     precision: Precision = Precision.FP32
-    compile: bool = False
+    compile: bool = False  # and replay as CUDA graphs: for a GPU alone
     model_options: dict[str, Option] = field(default_factory=dict)
     unlike_preset: str = ""  # what ``model_options`` make of the model, in a word or two
     checkpoint_every: int = 50
@@ -37,6 +37,7 @@ class DemoSettings:
             batch_size=self.batch_size,
             precision=self.precision,
             compile=self.compile,
+            cuda_graphs=self.compile,
             warmup_steps=self.probe_steps // 2,
             decay_steps=self.twin_steps,  # so that twins end near each other, if nothing but chance divides them
             seed=self.seed,
@@ -55,8 +56,7 @@ class DemoSettings:
 def settings_for(device: torch.device) -> DemoSettings:
     """What shows LoKA in a few minutes: on a CPU INT8 in serving, on a GPU FP8 in training."""
     if device.type == "cuda":
-        # Half the layers, which are alike, are half the compiling and half of a checkpoint's gigabytes. With 4096 rows no
-        # plan made a step faster on an H200: the host, which launches embeddings and optimizer one by one, hardly keeps up.
+        # Half the layers, which are alike, are half the compiling and half of a checkpoint's gigabytes.
         fewer: dict[str, Option] = {"n_layers": 2}
         return DemoSettings(
             "base", Goal.TRAINING, 8192, 160, 160, 16, Precision.BF16, compile=True,

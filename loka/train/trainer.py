@@ -21,8 +21,10 @@ class Trainer:
         self.config = config
         self.device = resolve_device(config.device, config.precision)
         self.model = model.to(self.device).train()
+        if config.cuda_graphs and self.device.type != "cuda":
+            raise InvalidInput(f"cuda_graphs needs an NVIDIA GPU, and the run is on {self.device}: leave it out")
         if config.compile:
-            model.dense_part.compile()
+            model.dense_part.compile(mode="reduce-overhead" if config.cuda_graphs else None)
         self.dense_optimizer = make_dense_optimizer(model.dense_part, config.lr, config.weight_decay)
         self.embedding_optimizer = RowWiseAdagrad(model.embeddings.parameters(), config.embedding_lr)
         self.guard = FiniteGuard(self.device)

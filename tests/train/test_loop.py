@@ -75,6 +75,24 @@ def test_a_compiled_run_follows_the_plain_one(planted, tmp_path):
     assert saved == plain.model.state_dict().keys()
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own, captured to reserve its memory
+def test_replayed_as_cuda_graphs_a_run_stays_near_the_plain_one(planted, tmp_path):
+    wanted = config(planted, steps=40, batch_size=64, device="cuda", precision=Precision.BF16, compile=True)
+    plain = train(wanted)
+    replayed = train(replace(wanted, cuda_graphs=True, steps=20, out=str(tmp_path)))
+    resumed = train(replace(wanted, cuda_graphs=True, out=str(tmp_path)), resume=True)
+    assert replayed.test.log_loss != resumed.test.log_loss
+    assert resumed.test.log_loss == pytest.approx(plain.test.log_loss, rel=2e-3)
+
+
+def test_cuda_graphs_are_of_compiled_code_on_a_gpu(planted):
+    with pytest.raises(InvalidInput, match="set compile too"):
+        config(planted, cuda_graphs=True)
+    with pytest.raises(InvalidInput, match="needs an NVIDIA GPU, and the run is on cpu"):
+        train(config(planted, steps=1, compile=True, cuda_graphs=True))
+
+
 @pytest.mark.parametrize("bad_step", [0, 7, 9])
 def test_a_loss_that_is_not_finite_names_step_batch_and_module(planted, tmp_path, bad_step):
     wanted = config(planted, steps=20, out=str(tmp_path), checkpoint_every=3, data_options={"inf_at": bad_step})
