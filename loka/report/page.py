@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.comparison import Comparison, other_precision
+from loka.core.comparison import WAITING, Comparison, TimePair, other_precision
 from loka.core.environment import Environment
 from loka.core.plan import Goal
 from loka.core.recipe import Format, Transform
@@ -93,7 +93,6 @@ def _uncovered(run: Run) -> tuple[str, ...]:
 
 
 def _time_bars(comparison: Comparison) -> tuple[TimeBars, ...]:
-    """Kinds by their time before, largest first; those that only one twin has are there too."""
     return tuple(
         TimeBars(
             goal="training step" if pair.goal is Goal.TRAINING else "serving",
@@ -101,13 +100,17 @@ def _time_bars(comparison: Comparison) -> tuple[TimeBars, ...]:
             high_us=pair.high_us,
             planned_us=pair.planned_us,
             speedup=times_faster(pair.speedup.mean),
-            kinds=tuple(
-                TimeBar(kind, pair.high_by_kind.get(kind, 0.0), pair.planned_by_kind.get(kind, 0.0))
-                for kind in dict.fromkeys([*pair.high_by_kind, *pair.planned_by_kind])
-            ),
+            kinds=_kinds(pair),
         )
         for pair in comparison.times
     )
+
+
+def _kinds(pair: TimePair) -> tuple[TimeBar, ...]:
+    """Kinds of work that both twins do, longest first, then those of one alone; behind them what the device waits."""
+    high, planned = pair.high_by_kind, pair.planned_by_kind
+    bars = [TimeBar(kind, high.get(kind, 0.0), planned.get(kind, 0.0), kind == WAITING) for kind in {**high, **planned}]
+    return tuple(sorted(bars, key=lambda bar: (bar.is_idle, not (bar.high_us and bar.planned_us), -bar.high_us)))
 
 
 def _environment(run: Run) -> tuple[tuple[str, str], ...]:

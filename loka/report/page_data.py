@@ -140,6 +140,7 @@ class TimeBar(Struct, frozen=True):
     kind: str
     high_us: float
     planned_us: float
+    is_idle: bool = False  # no work of the device: it waits
 
 
 class TimeBars(Struct, frozen=True):

@@ -14,9 +14,13 @@ function showTimes(goals, highPrecision) {
   }));
 }
 
-// Even kinds are plain, odd ones hatched: neighbours differ without colour.
-function kindFill(index, goal) {
-  return index % 2 ? `url(#kind-${goal}-${index})` : KIND_COLOURS[index % KIND_COLOURS.length];
+// A kind's colour is the same for all goals. Of a goal's pieces every other one is hatched: neighbours differ without colour.
+// Time in which nothing is done is an empty frame.
+function kindLook(bar, goal, kinds, patterns) {
+  if (bar.is_idle) return { fill: "var(--paper)", stroke: "var(--soft)", "stroke-dasharray": "3 2" };
+  const index = Math.max(0, kinds.indexOf(bar.kind));
+  const isHatched = goal.kinds.indexOf(bar) % 2 === 1;
+  return { fill: isHatched ? `url(#kind-${patterns}-${index})` : KIND_COLOURS[index % KIND_COLOURS.length] };
 }
 
 function kindPatterns(count, goal) {
@@ -32,16 +36,17 @@ function renderTimes(goal, kinds, highPrecision, width, goalIndex) {
   const right = width - (width < 560 ? 72 : 90);
   const x = linearScale([0, Math.max(goal.high_us, goal.planned_us)], [left, right]);
   const svg = draw("svg", { viewBox: `0 0 ${width} 96`, height: 96, role: "img", "aria-label": `${goal.goal}: ${duration(goal.high_us)} before, ${duration(goal.planned_us)} after` }, kindPatterns(kinds.length, goalIndex));
+  const pieces = goal.kinds.length ? goal.kinds : [{ kind: "", high_us: goal.high_us, planned_us: goal.planned_us }];
   bars.forEach(([name, total, part], row) => {
     const y = 6 + 44 * row;
-    const measured = goal.kinds.reduce((sum, bar) => sum + part(bar), 0);
+    const measured = pieces.reduce((sum, bar) => sum + part(bar), 0);
     svg.append(draw("text", { x: left - 10, y: y + 20, "text-anchor": "end", class: "strong" }, name));
     let start = 0;
-    const pieces = goal.kinds.length ? goal.kinds.map((bar) => [bar.kind, (part(bar) * total) / (measured || 1)]) : [["", total]];
-    for (const [kind, time] of pieces) {
+    for (const bar of pieces) {
+      const time = (part(bar) * total) / (measured || 1);
       if (time <= 0) continue;
-      const show = (event) => showTip({ x: event.clientX, y: event.clientY }, kind || goal.goal, [`${duration(time)}, ${percent(time / total)} of the batch`]);
-      svg.append(draw("rect", { x: x(start), y, width: Math.max(0.5, x(start + time) - x(start) - 1), height: 32, fill: kindFill(Math.max(0, kinds.indexOf(kind)), goalIndex), onpointerenter: show, onpointermove: show, onpointerleave: hideTip }));
+      const show = (event) => showTip({ x: event.clientX, y: event.clientY }, bar.kind || goal.goal, [`${duration(time)}, ${percent(time / total)} of the batch`]);
+      svg.append(draw("rect", { x: x(start), y, width: Math.max(0.5, x(start + time) - x(start) - 1), height: 32, ...kindLook(bar, goal, kinds, goalIndex), onpointerenter: show, onpointermove: show, onpointerleave: hideTip }));
       start += time;
     }
     svg.append(draw("text", { x: x(total) + 8, y: y + 20, class: "strong" }, duration(total)));
@@ -50,10 +55,7 @@ function renderTimes(goal, kinds, highPrecision, width, goalIndex) {
 }
 
 function kindKey(goal, kinds, goalIndex) {
-  return make("ul", { class: "key" }, goal.kinds.map((bar) => {
-    const index = kinds.indexOf(bar.kind);
-    return make("li", {},
-      draw("svg", { class: "swatch", viewBox: "0 0 14 14", "aria-hidden": "true" }, kindPatterns(kinds.length, `key-${goalIndex}`), draw("rect", { width: 14, height: 14, rx: 2, fill: kindFill(index, `key-${goalIndex}`) })),
-      `${bar.kind}: ${duration(bar.high_us)} → ${duration(bar.planned_us)}`);
-  }));
+  return make("ul", { class: "key" }, goal.kinds.map((bar) => make("li", {},
+    draw("svg", { class: "swatch", viewBox: "0 0 14 14", "aria-hidden": "true" }, kindPatterns(kinds.length, `key-${goalIndex}`), draw("rect", { width: 14, height: 14, rx: 2, ...kindLook(bar, goal, kinds, `key-${goalIndex}`) })),
+    `${bar.kind}: ${duration(bar.high_us)} → ${duration(bar.planned_us)}`)));
 }

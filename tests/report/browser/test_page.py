@@ -133,6 +133,27 @@ def test_choosing_a_site_shows_its_values(chromium, page: Path) -> None:
     assert e5m2[2] == "0 %"  # a normal distribution has nothing 32 binades below its largest value
 
 
+def test_bars_of_time_are_as_long_as_their_kinds_take(chromium, page: Path) -> None:
+    chromium.open(page, width=1280)
+    rects = "[...document.querySelectorAll('#time .goal:first-child .chart svg > rect')]"
+    # The gap between two pieces is 1.
+    boxes = chromium.evaluate(f"{rects}.map((e) => {{ const b = e.getBBox(); return [b.y, b.width + 1]; }})")
+    rows = {y: [width for at, width in boxes if at == y] for y, _ in boxes}
+    before, after = (rows[y] for y in sorted(rows))
+    a_millisecond = sum(before) / 29.4
+    assert before == pytest.approx([a_millisecond * ms for ms in (18.0, 5.0, 2.1, 4.3)], rel=1e-3)
+    assert after == pytest.approx([a_millisecond * ms for ms in (12.5, 5.1, 2.1, 2.3, 6.2)], rel=1e-3)
+    framed = chromium.evaluate(f"{rects}.map((e) => e.hasAttribute('stroke-dasharray'))")
+    assert framed == [False] * 3 + [True] + [False] * 4 + [True]  # what the GPU waits is no work
+    assert texts(chromium, "#time .goal:first-child .key li") == [
+        "GEMM: 18 ms → 12.5 ms",
+        "norm, activation: 5 ms → 5.1 ms",
+        "optimizer: 2.1 ms → 2.1 ms",
+        "cast: 0 µs → 2.3 ms",
+        "waiting for the host: 4.3 ms → 6.2 ms",
+    ]
+
+
 def test_the_theme_follows_the_system_until_it_is_chosen(chromium, page: Path) -> None:
     chromium.open(page, width=1280, scheme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
