@@ -44,10 +44,8 @@ def survey_model(
     return measure(record, kernels=kernels, device=trainer.device, out=out)
 
 
-def make_plan_for(
-    run: Run, folder: Path, *, kernels: Sequence[str] | None = None, say: Callable[[str], None] = lambda line: None
-) -> None:
-    """Write the plan of a planned arm into ``folder``, unless it is there: from a run of its own, for all seeds alike.
+def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = None) -> str:
+    """Write the plan of a planned arm into ``folder``: from a run of its own, for all seeds alike. Returns a line about it.
 
     It chooses from ``kernels`` and blocks; if none are given from all, on the CPU from those that emulate FP8.
 
@@ -55,8 +53,6 @@ def make_plan_for(
     joint check, where the arm has one, is made at the end of the run, on batches kept for it: what rounding costs grows as a
     model learns.
     """
-    if (folder / "plan.json").exists():
-        return
     config = replace(run.config, seed=PROBE_SEED)
     device = resolve_device(config.device, config.precision)
     data = dataset_of(config, device)
@@ -70,6 +66,7 @@ def make_plan_for(
         survey = survey_model(trainer, islice(batches, steps), every=max(1, steps // SAMPLES), kernels=kernels)
         survey.save(folder)
         plan = make_plan(as_if_8_bits_always_paid(survey), goal=Goal.TRAINING)
+        words = f"{sum(site.is_low_precision for site in plan.sites)} sites in low precision, unchecked"
         if run.arm.is_checked:
             n_kept = max(LEAST_CHECKED, CHECKED_EXAMPLES // config.batch_size)
             for batch in islice(batches, max(0, total - steps - n_kept)):
@@ -77,9 +74,9 @@ def make_plan_for(
             kept, loss = list(islice(batches, n_kept)), log_loss_of(model, config.precision)
             example = example_of(model, data, config.batch_size)
             checked = check_plan(model.dense_part, plan, kept, loss=loss, min_speedup=0.0, repeats=1, example=example)
-            say(str(checked))
-            plan = checked.plan
+            plan, words = checked.plan, str(checked)
     plan.save(folder)
+    return words
 
 
 def log_loss_of(model: Recommender, precision: Precision) -> Callable[[nn.Module, Batch], Tensor]:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -219,6 +220,25 @@ class TestPlannedArms:
         n_moved = sum(site.is_low_precision for site in Plan.load(folder).sites)
         assert [row["sites"] for row in results.rows.values()] == [n_moved, n_moved]
         assert n_moved > 0
+        assert sum(f"{n_moved} sites in low precision" in line for line in said) == 1
+
+    def test_runs_that_wait_for_a_plan_come_behind_those_that_do_not(self):
+        first, second = Future(), Future()
+
+        def job(key: str, plan: str | None = None) -> quality_bench._Job:
+            return quality_bench._Job(key, "setting", Run(TrainConfig("dlrm"), Arm("arm"), plan))
+
+        said: list[str] = []
+        jobs = [job("a"), job("b", "first"), job("c", "first"), job("d"), job("e", "second"), job("f"), job("g", "made before")]
+        coming = quality_bench._as_plans_come(jobs, {"first": first, "second": second}, said.append)
+        assert [next(coming).key for _ in range(2)] == ["a", "d"]
+        assert not said
+        first.set_result("2 sites")
+        assert [next(coming).key for _ in range(4)] == ["b", "c", "f", "g"]
+        assert said == ["planned for setting, arm: 2 sites"]
+        second.set_exception(ValueError("no record"))
+        with pytest.raises(ValueError, match="no record"):
+            next(coming)
 
     def test_an_arm_that_plans_from_other_kernels_is_another_arm(self, campaign, results):
         """Or a plan that lies there from other kernels would be taken for its own, and seeds of both averaged."""
