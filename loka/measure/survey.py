@@ -163,11 +163,13 @@ def _kernel_trials(
     for option in able:
         readers.setdefault(tuple(Option(option.kernel, role).forms for role in Role), option.kernel)
     beside = tuple(readers.values())
+    transforms = (Transform.CENTER, Transform.RESCALE) if device.type == "cuda" else ()  # a CPU compiles nothing for them
     for option in able:
         module = type(KERNELS.get(option.kernel)).__module__
         others = beside if option.kernel in beside else ()
         yield Trial(
-            option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device), others
+            option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device), shape.has_bias,
+            others, transforms,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape
-from loka.core.recipe import Format
+from loka.core.recipe import Format, Transform
 from loka.kernels.contract import KERNELS
 from loka.measure.block_parts import BlockShape
 
@@ -35,7 +35,8 @@ TRUSTED = ("loka.kernels.providers.torch_high", "loka.kernels.providers.referenc
 class Trial(msgspec.Struct, frozen=True, tag="kernel"):
     """One problem of one kernel, to be run once on normal values. ``module`` registers the kernel when imported.
 
-    ``beside`` are kernels that a plan may give other roles of the site to: the casts that both read are compiled too.
+    ``beside`` are kernels that a plan may give other roles of the site to: the casts that both read are compiled too. So is
+    what ``transforms`` ask for, one of which the site may turn out to need.
     """
 
     kernel: str
@@ -45,7 +46,9 @@ class Trial(msgspec.Struct, frozen=True, tag="kernel"):
     dtype: Format
     weight_dtype: Format
     device: str
+    has_bias: bool = False
     beside: tuple[str, ...] = ()
+    transforms: tuple[Transform, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.role} of {self.shape}"

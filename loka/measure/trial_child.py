@@ -42,23 +42,39 @@ def _is_known(trial: Trial) -> bool:
 
 
 def _run_kernel(trial: Trial, device: torch.device) -> None:
-    """The kernel's product, and the casts that share a read with other roles' ones."""
+    """The kernel's product and casts, with the site's bias and, as its error is taken, without."""
     tensors = SiteTensors.random(
-        trial.shape, torch_dtype(trial.dtype), device, weight_dtype=torch_dtype(trial.weight_dtype), copies=1
-    )
+        trial.shape, torch_dtype(trial.dtype), device,
+        weight_dtype=torch_dtype(trial.weight_dtype), has_bias=trial.has_bias, copies=1,
+    )  # fmt: skip
     parts, option = SiteParts(tensors), Option(trial.kernel, trial.role)
     parts.multiply(option)
+    _run_casts(parts, option, trial.beside)
+    if trial.has_bias:
+        SiteParts(replace(tensors, bias=None)).multiply(option)
+    for transform in trial.transforms:
+        with suppress(Exception):  # where it is measured, its failure is told
+            behind = replace(option, transform=transform)
+            parts.multiply(behind)
+            _run_casts(parts, behind, trial.beside)
+
+
+def _run_casts(parts: SiteParts, option: Option, beside: tuple[str, ...]) -> None:
+    """The casts of what ``option`` reads as they are timed: each by itself, and with those of another role that share its read,
+    of the same kernel and of those ``beside``."""
     for name, (role, other_role) in SHARERS.items():
+        own = option.form_of(name)
+        if own is None or not own.spec.format.is_8bit or parts.is_compiled(name, own):
+            continue
+        parts.cast(name, (own,), 0)
         if role is not option.role:
             continue
-        for kernel in (trial.kernel, *(kernel for kernel in trial.beside if kernel in KERNELS)):
-            own, other = option.form_of(name), Option(kernel, other_role).form_of(name)
-            assert own is not None
+        for kernel in (option.kernel, *(kernel for kernel in beside if kernel in KERNELS)):
+            other = Option(kernel, other_role, option.transform).form_of(name)
             assert other is not None
-            pair = own, other
-            if is_worth_sharing(own, other) and not any(parts.is_compiled(name, form) for form in pair):
-                with nullcontext() if kernel == trial.kernel else suppress(Exception):  # whose fault it is, measuring tells
-                    parts.cast(name, pair, 0)
+            if is_worth_sharing(own, other) and not parts.is_compiled(name, other):
+                with nullcontext() if kernel == option.kernel else suppress(Exception):  # whose fault it is, measuring tells
+                    parts.cast(name, (own, other), 0)
 
 
 def _run_block(trial: BlockTrial, device: torch.device) -> None:

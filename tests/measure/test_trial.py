@@ -1,5 +1,6 @@
 """Trials shared out among several children: each problem once, a kernel that takes its child down never again."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
@@ -12,15 +13,24 @@ from stand_in_records import record_of, site_record
 
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape, TensorName
-from loka.core.recipe import Format
+from loka.core.recipe import Format, Transform
+from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS, add_kernel
 from loka.kernels.operand import Form
+from loka.kernels.providers import triton as triton_provider
+from loka.kernels.triton import casts, gemm
+from loka.measure import site_survey
 from loka.measure import trial as module
+from loka.measure.block import Blocks
 from loka.measure.block_parts import BlockShape
-from loka.measure.parts import SiteParts
-from loka.measure.survey import measure
+from loka.measure.error import OptionError, draw_tensors
+from loka.measure.parts import Option, SiteParts
+from loka.measure.site_survey import Bench, survey_site
+from loka.measure.speed import Speeds, TimedShape
+from loka.measure.survey import _kernel_trials, measure
 from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, try_kernels
 from loka.measure.trial_child import run
+from loka.numerics.metrics import measure_error
 
 
 def problem(kernel: str, m: int = 32) -> Trial:
@@ -41,11 +51,59 @@ def test_casts_that_two_kernels_share_are_compiled_too(monkeypatch: pytest.Monke
     beside = ("reference.rowwise", "reference.tensorwise", "reference.blockwise", "of another process")
     trial = msgspec.structs.replace(problem("reference.rowwise"), beside=beside)
     assert run(trial) == Answer()
-    both = [("rowwise", "rowwise"), ("rowwise", "tensorwise")]  # and none with tiles: those go by themselves
+    both = [("rowwise",), ("rowwise", "rowwise"), ("rowwise", "tensorwise")]  # and none with tiles: those go by themselves
     assert set(made) == {(name, *pair) for name in (TensorName.X, TensorName.W) for pair in both}
 
     monkeypatch.setattr(SiteParts, "cast", lambda *_: 1 / 0)
     assert "division" in (run(problem("reference.rowwise")).why_not or "")
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_all_kernels_that_a_survey_launches_are_compiled_by_its_children(
+    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what Triton compiles for. What a child leaves out the survey's own process compiles, while nothing else is done."""
+    launched: set[object] = set()
+
+    def specialized(arg: object) -> object:
+        if isinstance(arg, torch.Tensor):
+            return arg.dtype, arg.data_ptr() % 16 == 0
+        if isinstance(arg, int):
+            return arg == 1, arg % 16 == 0
+        return arg.base.dtype if hasattr(arg, "base") else type(arg)  # pyrefly: ignore[missing-attribute]
+
+    def launch(kernel: object, grid: object, *args: object, **constants: object) -> None:
+        launched.add((str(kernel), *map(specialized, args), *constants.items()))
+
+    def measure_errors(site: SiteRecord, options: Iterable[Option], dtype: Format, *_: object) -> dict[Option, OptionError]:
+        samples = draw_tensors(site, 1, dtype, cpu, list(Transform))
+        errors = {}
+        for option in options:
+            SiteParts(next(samples)).multiply(option)
+            errors[option] = OptionError()
+            errors[option].samples.add(measure_error(torch.ones(4, 4), 1.01 * torch.ones(4, 4), option.role))
+        return errors
+
+    def time_together(self: Speeds, calls: dict[object, Callable[[int], object]], shape: TimedShape) -> dict[object, float]:
+        for call in calls.values():
+            call(0)
+        return dict.fromkeys(calls, 1.0)
+
+    for where in (casts, gemm):
+        monkeypatch.setattr(where, "launch", launch)
+    monkeypatch.setattr(triton_provider, "missing_triton", lambda device: None)
+    monkeypatch.setattr(site_survey, "measure_errors", measure_errors)
+    monkeypatch.setattr(site_survey, "suggested_transforms", lambda *_: [Transform.CENTER, Transform.RESCALE])
+    monkeypatch.setattr(Speeds, "_time_together", time_together)
+    cpu, site = torch.device("cpu"), site_record("layer", torch.randn(32, 64), calls={48: 1.0}, has_bias=has_bias)
+    names = ("torch.fp32", *(name for name in KERNELS.names() if name.startswith("triton.")))
+    for trial in _kernel_trials(site, TimedShape.of(site, 48, Format.FP32), names, torch.device("cuda"), Speeds(cpu)):
+        assert run(msgspec.structs.replace(trial, device="cpu")) == Answer()
+    compiled = set(launched)
+    launched.clear()
+    survey_site(site, Bench(names, Format.FP32, cpu, Speeds(cpu), Blocks(Format.FP32, cpu, "left out", {})))
+    assert launched
+    assert launched <= compiled
 
 
 class _Children:

@@ -19,7 +19,7 @@ def _load_tile(x_ptr, row, col, rows, cols, row_stride):
     return tl.load(x_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_down"])
 def amax_kernel(
     x_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     rows, cols, row_stride, tiles_down,
@@ -107,7 +107,7 @@ def _largest(flags_ptr, flags):
     return tl.max(largest, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["flags", "tiles_across"])
 def cast_kernel(
     x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     seen_rows_ptr, seen_cols_ptr, seen_all_ptr, outgrown_ptr, flags,
@@ -183,7 +183,7 @@ def rowwise_kernel(
     tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def remember_kernel(seen_ptr, last_ptr, outgrown_ptr, size, LENGTH: tl.constexpr):
     """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again. Each program says whether the last
     ones do not fit what was seen by its own: too small, thirty times too large, or no numbers."""
