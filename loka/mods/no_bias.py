@@ -9,7 +9,10 @@ from loka.nn.linear import LokaLinear
 
 @MODS.register("no_bias")
 class NoBias:
-    """Linear and LayerNorm without bias, prediction heads excepted: theirs holds the base rate."""
+    """Linear and LayerNorm without bias. Two kinds of layers keep theirs: prediction heads, where it holds the base rate, and
+    those that read the model's inputs. norm(x·wᵀ) is the same for x and 10·x: without the bias nobody would learn how large a
+    feature is, and without a norm no unit could begin at a value of its own. What is behind a norm or a bias has a scale.
+    """
 
     default = True
     order = 2  # behind block_norm, which takes whole norms away
@@ -46,4 +49,8 @@ def _why_not_site(place: Place) -> str | None:
         return "is never called, so it may serve a purpose of its own"
     if block.is_head is None:
         return "may be a prediction head: who reads its output shows only in a run, so pass example="
+    if block.is_first:
+        return "reads the model's inputs: without its bias a norm would hide how large they are"
+    if block.is_first is None:
+        return "may read the model's inputs: that shows only in a run, so pass example="
     return None

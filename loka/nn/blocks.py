@@ -16,7 +16,7 @@ from loka.nn.graph_trace import trace
 
 # What turns logits into probabilities belongs to the head in front of it.
 _OUTPUT_ACTIVATIONS = {"sigmoid", "softmax", "log_softmax", "logsigmoid", "LogSigmoid", "Sigmoid", "Softmax", "LogSoftmax"}
-_LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "conv1d", "conv2d", "conv3d"}
+_LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Block:
     consumers: tuple[Consumer, ...]  # of what leaves the block; empty where nobody reads it or nobody knows
     is_head: bool | None  # a prediction head; None where it is not known who reads the output
     calls: int | None  # in one forward pass; None where that is not known
+    is_first: bool | None = None  # reads the model's inputs alone, nothing learned and no norm between; None where not known
     aliases: tuple[str, ...] = ()  # further names of the same module
     same_weight: tuple[str, ...] = ()  # other sites that hold the same weight
     read_by: str | None = None  # a function that reads its parameters without calling it
@@ -160,6 +161,7 @@ def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> Fou
                 consumers=tuple(dict.fromkeys(consumer for end in ends for consumer in _consumers(graph, end))),
                 is_head=_is_head(graph, model, module, calls),
                 calls=len(calls) if graph.is_known(name) else None,
+                is_first=_is_first(graph, model, calls),
                 aliases=tuple(other for other in names[id(module)] if other != name),
                 same_weight=tuple(other for other in holders[_id_of_weight(module)] if other != name),
                 read_by=next((graph.parameters_read[p] for p in _parameters(name) if p in graph.parameters_read), None),
@@ -203,6 +205,27 @@ def _is_head(graph: Graph, model: nn.Module, site: nn.Linear, calls: list[int]) 
     return None if None in answers or not answers else False
 
 
+def _is_first(graph: Graph, model: nn.Module, calls: list[int]) -> bool | None:
+    answers = [_reads_inputs_alone(graph, model, call) for call in calls]
+    if True in answers:
+        return True
+    return None if None in answers or not answers else False
+
+
+def _reads_inputs_alone(graph: Graph, model: nn.Module, start: int) -> bool | None:
+    """None where a part of the model that could not be traced hands on what nobody knows."""
+    pending, is_lost = list(graph.calls[start].reads), False
+    seen = set(pending)
+    while pending:
+        call = graph.calls[pending.pop()]
+        if _learns_or_normalizes(model, call):
+            return False
+        is_lost |= call.kind is Kind.INPUT and call.inside != ""
+        pending += [read for read in call.reads if read not in seen]
+        seen.update(call.reads)
+    return None if is_lost else bool(seen)
+
+
 def _leaves_the_model(graph: Graph, model: nn.Module, start: int) -> bool | None:
     """Whether the output of ``start`` reaches the model's output unchanged by anything learned; None where it is lost sight of.
 
@@ -232,12 +255,18 @@ def _leaves_the_model(graph: Graph, model: nn.Module, start: int) -> bool | None
 
 def _stops(model: nn.Module, call: Call) -> bool:
     """Whether what comes out of ``call`` is a new representation, rather than a prediction on its way out."""
+    if call.kind is Kind.ACTIVATION:
+        kind = type(model.get_submodule(call.name)).__name__ if call.is_module else call.name
+        return kind not in _OUTPUT_ACTIVATIONS
+    return _learns_or_normalizes(model, call)
+
+
+def _learns_or_normalizes(model: nn.Module, call: Call) -> bool:
     if call.kind in (Kind.SITE, Kind.NORM):
         return True
-    module = model.get_submodule(call.name) if call.is_module else None
-    if call.kind is Kind.ACTIVATION:
-        return (type(module).__name__ if module else call.name) not in _OUTPUT_ACTIVATIONS
-    return any(True for _ in module.parameters()) if module else call.name in _LEARNED_FUNCTIONS
+    if call.is_module:
+        return any(True for _ in model.get_submodule(call.name).parameters())
+    return call.name in _LEARNED_FUNCTIONS
 
 
 def _uncovered(graph: Graph) -> tuple[Uncovered, ...]:

@@ -26,6 +26,9 @@ def loss(model, batch):
 def workload():
     return loka.Workload(model, batches, loss)
 
+def deeper():
+    return loka.Workload(torch.nn.Sequential(torch.nn.Linear(8, 8), *model), batches, loss)
+
 def stuck():
     return loka.Workload(model, [(torch.full((128, 8), 3.0), torch.zeros(128, 1))], loss)
 
@@ -102,11 +105,10 @@ def test_a_users_workload_is_found_in_the_current_folder_and_learns(own: str, tm
 
 
 def test_mods_are_made_before_training(own: str) -> None:
-    run(f"probe {own}:workload --steps 2 --mods no_bias block_norm")
-    site = Record.load("run").sites["0"]
-    assert site.norm_kind == "BlockNorm"
-    assert not site.has_bias
-    assert Record.load("run").sites["3"].has_bias  # a head keeps its bias
+    run(f"probe {own}:deeper --steps 2 --mods no_bias block_norm")
+    sites = Record.load("run").sites
+    assert sites["1"].norm_kind == "BlockNorm"
+    assert {name: site.has_bias for name, site in sites.items()} == {"0": True, "1": False, "4": True}  # first and head keep it
 
 
 def test_an_interrupt_keeps_what_was_learned(own: str, capsys: pytest.CaptureFixture[str]) -> None:

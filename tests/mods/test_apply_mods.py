@@ -14,6 +14,8 @@ from loka.mods.contract import MODS, Place
 from loka.mods.report import ModReport
 from loka.train.optim import RowWiseAdagrad
 
+READS_INPUTS = "reads the model's inputs: without its bias a norm would hide how large they are"
+
 
 def reasons(report: ModReport) -> dict[str, str]:
     return {f"{left.mod} {left.name}": left.why for left in report.left_alone}
@@ -24,29 +26,50 @@ def changed(report: ModReport) -> list[str]:
 
 
 class TestLeftAlone:
-    def test_heads_of_several_outputs(self, mlp: nn.Sequential) -> None:
+    def test_what_reads_the_inputs_and_heads_of_several_outputs(self, mlp: nn.Sequential) -> None:
         report = loka.apply_mods(mlp, "no_bias")
-        assert changed(report) == ["no_bias 0", "no_bias 1", "no_bias 3"]
-        assert reasons(report) == {"no_bias 6": "is a prediction head: its output is the model's"}
+        assert changed(report) == ["no_bias 1", "no_bias 3"]
+        assert reasons(report) == {"no_bias 0": READS_INPUTS, "no_bias 6": "is a prediction head: its output is the model's"}
+        assert mlp[0].bias is not None
         assert mlp[6].bias is not None
 
     def test_what_may_be_a_head(self) -> None:
         class Branching(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.hidden, self.heads = nn.Linear(6, 8), nn.Linear(8, 3)
+                self.first, self.hidden, self.heads = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 3)
 
             def forward(self, x: Tensor) -> Tensor:
-                y = self.hidden(x).relu()
+                y = self.hidden(self.first(x)).relu()
                 return self.heads(y) if y.sum() > 0 else self.heads(-y)
 
         unsure = "may be a prediction head: who reads its output shows only in a run, so pass example="
         report = loka.apply_mods(Branching())
         assert not report.changes
-        assert reasons(report) == {"no_bias hidden": unsure, "no_bias heads": unsure}
+        assert reasons(report) == {"no_bias first": unsure, "no_bias hidden": unsure, "no_bias heads": unsure}
         report = loka.apply_mods(Branching(), example=(torch.randn(4, 6),))
         assert changed(report) == ["no_bias hidden"]
-        assert reasons(report) == {"no_bias heads": "is a prediction head: its output is the model's"}
+        head = "is a prediction head: its output is the model's"
+        assert reasons(report) == {"no_bias first": READS_INPUTS, "no_bias heads": head}
+
+    def test_what_may_read_the_inputs(self) -> None:
+        class Branching(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.tower = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+                self.head = nn.Linear(8, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(self.tower(x if x.sum() > 0 else -x))
+
+        head = "is a prediction head: it has one output"
+        for example, why in [
+            (None, "may read the model's inputs: that shows only in a run, so pass example="),
+            ((torch.randn(4, 6),), READS_INPUTS),
+        ]:
+            report = loka.apply_mods(Branching(), example=example)
+            assert changed(report) == ["no_bias tower.2"]
+            assert reasons(report) == {"no_bias tower.0": why, "no_bias head": head}
 
     def test_subclasses_and_look_alikes(self) -> None:
         class MyLinear(nn.Linear):
@@ -119,10 +142,10 @@ class TestLeftAlone:
         class Reads(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.read, self.unused, self.called, self.head = (nn.Linear(4, 4) for _ in range(4))
+                self.first, self.read, self.unused, self.called, self.head = (nn.Linear(4, 4) for _ in range(5))
 
             def forward(self, x: Tensor) -> Tensor:
-                x = x @ self.read.weight.T + self.read.bias
+                x = self.first(x) @ self.read.weight.T + self.read.bias
                 return self.head(self.called(x).relu())
 
         model = Reads()
@@ -188,12 +211,14 @@ def test_shared_modules_are_replaced_everywhere_by_one() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.act = nn.LayerNorm(4), nn.SiLU()
+            self.first = nn.Linear(4, 4)
             self.towers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), self.norm, self.act) for _ in range(2))
             self.by_name = nn.ModuleDict({"again": self.norm})
             self.head = nn.Linear(4, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.by_name["again"](self.act(self.norm(sum(tower(x) for tower in self.towers)))))
+            y = self.first(x)
+            return self.head(self.by_name["again"](self.act(self.norm(sum(tower(y) for tower in self.towers)))))
 
     model = Sharing()
     report = loka.apply_mods(model)
@@ -220,12 +245,12 @@ class TestOptimizer:
     )
     def test_made_before_it_goes_on_with_what_is_left(self, mlp: nn.Sequential, make) -> None:  # type: ignore[no-untyped-def]
         matrices = [parameter for parameter in mlp.parameters() if parameter.ndim == 2]
-        vectors = [parameter for parameter in mlp[:6].parameters() if parameter.ndim < 2]
-        optimizer = make([{"params": matrices}, {"params": vectors}, {"params": [mlp[6].bias]}])
+        vectors = [parameter for parameter in mlp[1:6].parameters() if parameter.ndim < 2]
+        optimizer = make([{"params": matrices}, {"params": vectors}, {"params": [mlp[0].bias, mlp[6].bias]}])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         report = loka.apply_mods(mlp, optimizer=optimizer)
         assert sorted(self.parameters(optimizer)) == sorted(id(parameter) for parameter in mlp.parameters())
-        assert [len(group["params"]) for group in optimizer.param_groups] == [3, 0, 1]
+        assert [len(group["params"]) for group in optimizer.param_groups] == [3, 0, 2]
         assert report.n_removed == sum(parameter.numel() for parameter in vectors)
         assert all(id(parameter) in self.parameters(optimizer) for parameter in optimizer.state)
         before = [parameter.clone() for parameter in mlp.parameters()]
@@ -292,7 +317,7 @@ class TestTrained:
 
     def test_biases_tell_where_there_is_no_norm(self) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 1))
+        model = nn.Sequential(nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 8), nn.ReLU(), nn.Linear(8, 1))
         loka.apply_mods(copy.deepcopy(model))
         train_one_step(model, lr=0.01)
         with pytest.raises(InvalidInput, match=r"0 \(Linear\) has a bias outside its initial ±0.408"):
@@ -333,7 +358,7 @@ class TestTrained:
         optimizers.append(RowWiseAdagrad([nn.Parameter(torch.zeros(3, 2))], lr=0.1))  # has its state from the start
         for optimizer in optimizers:
             assert loka.apply_mods(mlp, optimizer=optimizer, dry_run=True).trained is None
-        assert len(loka.apply_mods(mlp).changes) == 5
+        assert len(loka.apply_mods(mlp).changes) == 4
 
     def test_rounding_an_initial_bias_to_bf16_does_not(self) -> None:
         layer = nn.Linear(5, 2)
@@ -346,13 +371,13 @@ class TestReport:
     def test_reads_well(self, mlp: nn.Sequential) -> None:
         promised = loka.apply_mods(mlp, dry_run=True)
         text = """\
-Sequential: 5 changes would be made by block_norm, hard_swish, no_bias, 940 of 8,803 parameters (11 %) removed
+Sequential: 4 changes would be made by block_norm, hard_swish, no_bias, 640 of 8,803 parameters (7.3 %) removed
   block_norm  1  LayerNorm(300)    → BlockNorm(300, 2 blocks)  −600 (weight, bias)
   block_norm  4  RMSNorm(20)       → BlockNorm(20)             −20 (weight)
   hard_swish  2  SiLU              → Hardswish
-  no_bias     0  Linear with bias  → Linear without            −300 (bias)
   no_bias     3  Linear with bias  → Linear without            −20 (bias)
 left alone:
+  no_bias  0  reads the model's inputs: without its bias a norm would hide how large they are
   no_bias  6  is a prediction head: its output is the model's
 (data flow traced without an example)"""
         assert str(promised) == text
@@ -364,7 +389,7 @@ left alone:
         assert "no_bias 1" not in changed(both)
         alone = loka.apply_mods(mlp, ["no_bias"], dry_run=True)
         assert "no_bias 1" in changed(alone)
-        assert alone.n_removed == 300 + 300 + 20
+        assert alone.n_removed == 300 + 20
 
 
 class TestMistakes:

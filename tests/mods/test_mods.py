@@ -14,10 +14,22 @@ from torch import Tensor, nn
 import loka
 from loka.data.batch import Batch
 from loka.kernels.executor import SiteKernels
+from loka.models.dcnv2 import DcnV2DensePart
+from loka.models.dlrm import DlrmDensePart
+from loka.models.interformer import InterFormerDensePart
 from loka.models.recommender import Recommender
+from loka.models.wukong import WukongDensePart
 from loka.nn.blocks import Uncovered
 
 ALL = ["no_bias", "block_norm", "hard_swish", "insert_norm"]
+
+# The layer that reads the dense features, which in DCNv2 has none to begin with, and the head.
+KEEP_THEIR_BIAS: dict[type[nn.Module], list[str]] = {
+    WukongDensePart: ["dense.hidden.0", "head"],
+    DlrmDensePart: ["dense.0", "head"],
+    DcnV2DensePart: ["head"],
+    InterFormerDensePart: ["dense.hidden.0", "head"],
+}
 
 
 def block_rms(x: Tensor, eps: float) -> Tensor:
@@ -40,7 +52,7 @@ class TestOnAUsersModel:
 
     def forward(self, mlp: nn.Sequential, x: Tensor, mods: list[str]) -> Tensor:
         bias, blocks, swish = "no_bias" not in mods, "block_norm" in mods, "hard_swish" in mods
-        y = linear(mlp[0], x, bias)
+        y = linear(mlp[0], x, True)
         shift = mlp[1].bias if bias else None
         y = block_rms(y, 1e-5) if blocks else F.layer_norm(y, (300,), mlp[1].weight, shift)  # type: ignore[arg-type]
         y = hard_swish(y) if swish else y * y.sigmoid()
@@ -103,12 +115,24 @@ def test_block_norm_of_any_width(n: int, norm: type[nn.Module], affine: bool, se
 
 
 def test_a_shared_bias_is_counted_once() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
-    model[0].bias = model[1].bias
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    model[1].bias = model[2].bias
     report = loka.apply_mods(model, ["no_bias"])
-    assert [change.removed for change in report.changes] == [("0.bias",), ("1.bias",)]
+    assert [change.removed for change in report.changes] == [("1.bias",), ("2.bias",)]
     assert report.n_removed == 8
-    assert "8 of 113 parameters" in str(report)
+    assert "8 of 133 parameters" in str(report)
+
+
+def test_how_large_the_inputs_are_is_not_lost() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 300), nn.LayerNorm(300), nn.SiLU(), nn.Linear(300, 1)).double()
+    loka.apply_mods(model)
+    without = copy.deepcopy(model)
+    for layer in (without[0], without[3]):
+        layer.bias = None
+    x = torch.randn(20, 6, dtype=torch.float64)
+    torch.testing.assert_close(without(10 * x), without(x), rtol=0, atol=1e-4)  # but for the norm's eps
+    assert (model(10 * x) - model(x)).abs().mean() > 0.05
 
 
 class TestOnOurModels:
@@ -118,8 +142,9 @@ class TestOnOurModels:
         kinds = {type(module) for module in recommender.modules()}
         assert not kinds & {nn.LayerNorm, nn.SiLU}
         biases = [name for name, _ in recommender.named_parameters() if name.endswith("bias")]
-        assert biases == ["dense_part.head.bias"]
-        assert [left.name for left in report.left_alone] == ["dense_part.head"]
+        kept = KEEP_THEIR_BIAS[type(recommender.dense_part)]
+        assert biases == [f"dense_part.{name}.bias" for name in kept]
+        assert [left.name for left in report.left_alone] == [f"dense_part.{name}" for name in kept]
         after = recommender.state_dict()
         assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())  # what stays is bit for bit the same
         gone = [name for name in before if name not in after]
@@ -132,6 +157,7 @@ class TestOnOurModels:
         with torch.no_grad():
             example = (batch.dense_BD, *recommender.embeddings(batch))
         everything = loka.apply_mods(recommender.dense_part, example=example, dry_run=True)
+        assert [left.name for left in everything.left_alone] == KEEP_THEIR_BIAS[type(recommender.dense_part)]
         assert set(certain.changes) <= set(everything.changes)
         unsure = {left.name for left in certain.left_alone} - {left.name for left in everything.left_alone}
         assert {c.name for c in everything.changes} == {c.name for c in certain.changes} | unsure
@@ -153,7 +179,8 @@ class TestOnOurModels:
         assert {name: now[name] for name in types} == {name: becomes.get(kind, kind) for name, kind in types.items()}
         gone = parameters - set(dict(recommender.named_parameters()))
         if mod == "no_bias":
-            assert gone == {name for name in parameters if name.endswith("bias")} - {"dense_part.head.bias"}
+            kept = {f"dense_part.{name}.bias" for name in KEEP_THEIR_BIAS[type(recommender.dense_part)]}
+            assert gone == {name for name in parameters if name.endswith("bias")} - kept
         else:
             assert gone == {name for name in parameters if types[name.rpartition(".")[0]] in becomes}
             assert {change.name for change in report.changes} == {name for name, kind in types.items() if kind in becomes}
@@ -222,18 +249,18 @@ def test_a_model_that_was_compiled_and_run_before_runs_the_changed_one(mlp: nn.S
     compiled = torch.compile(mlp, backend="eager")
     compiled(x)
     report = loka.apply_mods(compiled)  # type: ignore[arg-type]
-    assert [change.name for change in report.changes] == ["1", "4", "2", "0", "3"]
+    assert [change.name for change in report.changes] == ["1", "4", "2", "3"]
     torch.testing.assert_close(compiled(x), mlp(x))
     assert isinstance(mlp[1], loka.BlockNorm)
 
 
 def test_a_loka_linear_loses_its_bias_too() -> None:
     linear = loka.LokaLinear(8, 4, kernels=SiteKernels.same("reference.rowwise"))
-    model = nn.Sequential(linear, nn.SiLU(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(8, 8), linear, nn.SiLU(), nn.Linear(4, 1))
     x = torch.randn(3, 8)
     expected = (linear(x) - linear.bias).detach()
     loka.apply_mods(model)
-    assert model[0] is linear
+    assert model[1] is linear
     assert linear.bias is None
     torch.testing.assert_close(linear(x), expected)
 

@@ -337,5 +337,5 @@ def test_mistakes_are_named() -> None:
 
 def test_blocks_can_be_compared_and_stored() -> None:
     block = find_blocks(nn.Sequential(nn.Linear(4, 1))).of("0")
-    assert block == Block("0", 4, 1, None, None, (Consumer(Kind.OUTPUT, "output"),), is_head=True, calls=1)
+    assert block == Block("0", 4, 1, None, None, (Consumer(Kind.OUTPUT, "output"),), is_head=True, calls=1, is_first=True)
     assert len({block, block}) == 1
