@@ -48,6 +48,8 @@ def test_mods_quality_trains_each_variant_once(tmp_path):
     words = [
         "--device",
         "cpu",
+        "--data",
+        "synthetic",
         "--models",
         "dcnv2",
         "--preset",
