@@ -122,14 +122,13 @@ class _Demo:
         )
 
     def plan(self, survey: Survey) -> None:
-        """plan.json for the goal; training/plan.json for what the twin trains with."""
-        self.stage.say(f"3/5  planned: the fastest kernels that are accurate enough, for {self.settings.goal}")
-        if not (self.folder / "training" / "plan.json").exists():
-            self._if_faster(self._checked(make_plan(survey, goal=Goal.TRAINING))).save(self.folder / "training")
-        if not (self.folder / "plan.json").exists():
-            is_same = self.settings.goal is Goal.TRAINING
-            plan = self._training_plan if is_same else self._checked(make_plan(survey, goal=self.settings.goal))
-            plan.save(self.folder)
+        """training/plan.json, serving/plan.json, and as plan.json that of the goal."""
+        self.stage.say("3/5  planned: the fastest kernels that are accurate enough, for training and for serving")
+        for goal in Goal:
+            if not (self.folder / goal / "plan.json").exists():
+                checked = self._checked(make_plan(survey, goal=goal))
+                (self._if_faster(checked) if goal is Goal.TRAINING else checked).save(self.folder / goal)
+        Plan.load(self.folder / self.settings.goal).save(self.folder)
 
     def _checked(self, plan: Plan) -> Plan:
         """What of ``plan`` holds in the whole model, on held-out batches."""
@@ -219,7 +218,7 @@ class _Demo:
         size, precision = self.config.batch_size, self.config.precision
         high, planned = self._trained(name).model, self._trained(name).model
         high.eval().requires_grad_(False)
-        plan = self._serving_plan()
+        plan = Plan.load(self.folder / Goal.SERVING)
         if any(site.is_low_precision for site in plan.sites):
             self._apply(plan, planned)
             self.stage.say(f"     {freeze(planned.dense_part, drop_high_precision=True)}")
@@ -230,16 +229,11 @@ class _Demo:
 
     @cached_property
     def _training_plan(self) -> Plan:
-        return Plan.load(self.folder / "training")
+        return Plan.load(self.folder / Goal.TRAINING)
 
     @property
     def _trains_low(self) -> bool:
         return any(site.is_low_precision for site in self._training_plan.sites)
-
-    def _serving_plan(self) -> Plan:
-        if self.settings.goal is Goal.SERVING:
-            return Plan.load(self.folder)
-        return make_plan(Survey.load(self.folder), goal=Goal.SERVING)
 
     @property
     def _other(self) -> Format:

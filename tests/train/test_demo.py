@@ -76,6 +76,9 @@ def test_every_stage_leaves_its_file(whole: Path) -> None:
     assert run.record is not None
     assert run.comparison is not None
     assert run.comparison.fingerprint == run.record.fingerprint == Plan.load(whole).document.fingerprint
+    plans = {goal: Plan.load(whole / goal) for goal in Goal}
+    assert {goal: plan.document.goal for goal, plan in plans.items()} == {goal: goal for goal in Goal}
+    assert Plan.load(whole).document == plans[TINY.goal].document
     goals = [Goal.TRAINING, Goal.SERVING] if "planned" in run.training else [Goal.SERVING]
     assert [pair.goal for pair in run.comparison.quality] == [pair.goal for pair in run.comparison.times] == goals
     assert all(pair.examples == 3 * 64 for pair in run.comparison.quality)
