@@ -34,23 +34,14 @@ from loka.train.model_bench import Cell, ModelBench
 from loka.train.paired import Run, change_in_percent, dataset_of, describe_change, example_of, prepare, train_run
 from loka.train.precision import resolve_device
 from loka.train.quality_settings import MODS as DEFAULT
-from loka.train.quality_settings import Arm
+from loka.train.quality_settings import Arm, easy_stream
 
 FOLDER = Path(__file__).parent / "results"
 MODELS = ("wukong", "dcnv2")
-# Few ids and many clicks: a small model comes near the best possible in 2 M examples, so that what it cannot learn shows.
-EASY = {
-    "onehot_sizes": (100,) * 8,
-    "multihot_sizes": (),
-    "bag_length": 0,
-    "sequence_size": 0,
-    "sequence_length": 0,
-    "n_dense": 4,
-}
 SETTINGS: dict[str, dict[str, Any]] = {
     "synthetic": {"batch_size": 4096, "steps": 600, "data_options": {"test_examples": 131_072}},
     "movielens": {"batch_size": 2048, "warmup_steps": 20},  # one epoch
-    "easy": {"data": "synthetic", "batch_size": 1024, "steps": 2000, "data_options": {**EASY, "n_dense": 4, "base_rate": 0.25}},
+    "easy": {"data": "synthetic", "batch_size": 1024, "steps": 2000, "data_options": easy_stream()},
 }
 PLAIN = Arm("none")
 IN_BF16 = Arm("none, in bf16", Precision.BF16)

@@ -1,6 +1,6 @@
 """What ``loka bench quality`` compares: settings (data, model, schedule) and, within each, arms. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loka.train.config import Precision, TrainConfig
@@ -58,6 +58,13 @@ def _stream(model_options: dict[str, Any] | None = None, *, lr: float = 1e-3, **
     )
 
 
+def easy_stream() -> dict[str, Any]:
+    """Options of the synthetic stream with few ids and many clicks: a small model comes near the best possible in 2 M examples,
+    so that runs which part by chance come together again, and what a model cannot learn shows."""
+    no_bags = {"multihot_sizes": (), "bag_length": 0, "sequence_size": 0, "sequence_length": 0}
+    return {"onehot_sizes": (100,) * 8, **no_bags, "n_dense": 4, "base_rate": 0.25}
+
+
 def _criteo(dense: str) -> TrainConfig:
     """64,000 rows are few for a deep model: a narrow one, and an id of its own for every category that training has seen."""
     return TrainConfig(
@@ -74,6 +81,7 @@ def _criteo(dense: str) -> TrainConfig:
 
 SETTINGS: dict[str, TrainConfig] = {
     "synthetic": _stream(),
+    "synthetic-easy": replace(_stream(**easy_stream()), decay_steps=400),
     "synthetic-raw": _stream(dense="raw"),
     "synthetic-deep": _stream({"n_layers": 8}),
     "synthetic-high-lr": _stream(lr=1e-2),
