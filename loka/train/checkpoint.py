@@ -48,9 +48,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of a run that was killed while saving."""
-    for leftover in folder.glob(".step-*.safetensors.*.tmp"):
-        leftover.unlink()
+    """Delete the temporary files of a run that was killed while saving: ours, and the one that safetensors writes first."""
+    for pattern in (".step-*.safetensors.*.tmp", ".tmp??????"):
+        for leftover in folder.glob(pattern):
+            leftover.unlink()
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -244,7 +244,7 @@ class _Demo:
         torch.compiler.reset()  # or the graphs of all the demo's models would add up to torch's limit, and the last run eager
         torch.manual_seed(self.settings.seed)
         model = build_model("wukong", self.settings.preset, self.data.schema, **self.settings.model_options)
-        changes = apply_mods(model.dense_part)
+        changes = apply_mods(model.dense_part, example=example_of(model.to(self.device), self.data, 64))
         config = self.config
         if name == OTHER and self._other is Format.BF16:
             _round_inputs(model.dense_part)
