@@ -24,7 +24,7 @@ from loka.kernels.contract import KERNELS
 from loka.measure.block_parts import BlockShape
 
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
-LIMIT_S = 60.0  # to compile a kernel and run it once
+LIMIT_S = 60.0  # to compile a kernel and run it once, and as long behind every transform
 BLOCK_LIMIT_S = 300.0  # a block's kernels, forward and backward, and torch's for comparison
 BLOCK_KERNEL = "triton.block"
 MOST_CHILDREN = 12  # each holds a CUDA context and compiles on a core of its own
@@ -188,7 +188,7 @@ class _Child:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise _Gone(self._how_it_ended()) from None
-        return self._answer(BLOCK_LIMIT_S if isinstance(trial, BlockTrial) else LIMIT_S)
+        return self._answer(BLOCK_LIMIT_S if isinstance(trial, BlockTrial) else LIMIT_S * (1 + len(trial.transforms)))
 
     def close(self) -> None:
         self._process.kill()

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import msgspec
 import torch
 
+from loka.core.gemm import Role
 from loka.kernels.contract import KERNELS
 from loka.measure.block_parts import block_calls, random_block, room_to_compile
 from loka.measure.parts import SHARERS, Option, SiteParts, SiteTensors, is_worth_sharing, told
@@ -50,7 +51,7 @@ def _run_kernel(trial: Trial, device: torch.device) -> None:
     parts, option = SiteParts(tensors), Option(trial.kernel, trial.role)
     parts.multiply(option)
     _run_casts(parts, option, trial.beside)
-    if trial.has_bias:
+    if trial.has_bias and trial.role is Role.FPROP:
         SiteParts(replace(tensors, bias=None)).multiply(option)
     for transform in trial.transforms:
         with suppress(Exception):  # where it is measured, its failure is told

@@ -218,12 +218,13 @@ def _reads_inputs_alone(graph: Graph, model: nn.Module, start: int) -> bool | No
     seen = set(pending)
     while pending:
         call = graph.calls[pending.pop()]
-        if _learns_or_normalizes(model, call):
+        is_untraced = call.is_module and call.name in graph.untraceable  # it may hand an input on beside what it learns
+        if not is_untraced and _learns_or_normalizes(model, call):
             return False
-        is_lost |= call.kind is Kind.INPUT and call.inside != ""
+        is_lost |= is_untraced or (call.kind is Kind.INPUT and call.inside != "")
         pending += [read for read in call.reads if read not in seen]
         seen.update(call.reads)
-    return None if is_lost else bool(seen)
+    return None if is_lost else bool(seen)  # what reads nothing reads parameters alone
 
 
 def _leaves_the_model(graph: Graph, model: nn.Module, start: int) -> bool | None:

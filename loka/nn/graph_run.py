@@ -91,6 +91,8 @@ class _Recorder(TorchFunctionMode):
         given = list(_tensors_in((args, kwargs)))
         if not made or (not is_in_place and all(any(tensor is other for other in given) for tensor in made)):
             return  # a shape or the like, or x.contiguous() of what is contiguous
+        if is_in_place:  # a view is written: so is what it is a view of
+            made += [tensor._base for tensor in made if tensor._base is not None]
         name = plain_name(raw_name)
         for tensor in given:
             if id(tensor) in self._parameters:

@@ -28,7 +28,7 @@ _hook_installed = False
 
 
 class _Rewrite(NamedTuple):
-    place: tuple[int, ...]  # addresses of the weight and its casts
+    place: tuple[object, ...]  # the weight's shape and strides, addresses of it and its casts
     run: Callable[[], None]
 
 
@@ -68,6 +68,7 @@ def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
         held = module._buffers.get(PREFIX + name)
         if held is None or (held.shape, held.dtype, held.device) != (cast.shape, cast.dtype, cast.device):
             module.register_buffer(PREFIX + name, cast, persistent=False)
+            _rewrites.pop(module, None)  # it would keep alive what lay there before
         else:
             held.copy_(cast)
 
@@ -81,7 +82,7 @@ def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
 def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Callable[[], None]]) -> None:
     """Write the casts of ``weight`` again where they lie, by what ``prepare`` made when all of it lay where it lies now."""
     held = [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
-    place = tuple(tensor.data_ptr() for tensor in (weight, *held))
+    place = (weight.shape, weight.stride(), *(tensor.data_ptr() for tensor in (weight, *held)))
     known = _rewrites.get(module)
     if known is None or known.place != place:
         known = _rewrites[module] = _Rewrite(place, prepare())
@@ -93,6 +94,7 @@ def stored_cast(module: nn.Module, name: str) -> Tensor:
 
 
 def drop_casts(module: nn.Module) -> None:
+    _rewrites.pop(module, None)
     for name in [name for name in module._buffers if name.startswith(PREFIX)]:
         del module._buffers[name]
 

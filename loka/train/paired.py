@@ -32,6 +32,7 @@ from loka.train.trainer import Trainer
 
 POINTS = 100  # of a run's trajectory
 TEST_BATCH = 4096
+MODS_AS_OF = 2  # since no_bias leaves alone the layers that read the model's inputs: another model than before
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """What decides the run's numbers, as a results file gives it back."""
         device_type = self.config.device.partition(":")[0]
-        return {**self.config.identity(device_type), "arm": json.loads(json.dumps(asdict(self.arm)))}
+        mods = {"mods_as_of": MODS_AS_OF} if self.arm.mods else {}
+        return {**self.config.identity(device_type), **mods, "arm": json.loads(json.dumps(asdict(self.arm)))}
 
 
 def train_run(run: Run) -> dict[str, Any]:

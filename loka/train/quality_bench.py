@@ -5,10 +5,8 @@ not repeated, so that a table fills over several calls and days.
 """
 
 import math
-import multiprocessing
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +49,15 @@ class _Job:
     run: Run
 
 
+@dataclass(frozen=True)
+class _PlanJob:
+    """To make the plan that ``run``, and all like it, train by."""
+
+    setting: str
+    run: Run
+    kernels: Sequence[str] | None
+
+
 def run_campaign(
     campaign: Campaign,
     results: GatheredResults,
@@ -61,67 +68,42 @@ def run_campaign(
 ) -> None:
     """Make the runs that ``results`` does not hold yet, each written as soon as it is done.
 
-    Runs that need a plan come when it is made: first of all, or with ``parallel`` above 1 in a process beside the other runs.
+    A run that needs a plan comes when that is made; with ``parallel`` above 1 others go before it.
     """
     jobs = [job for job in _jobs(campaign, results) if not _is_done(results, job)]
-    unplanned = {job.run.plan: job for job in jobs if job.run.plan and not (Path(job.run.plan) / "plan.json").exists()}
+    waiting = {job.run.plan: job for job in jobs if job.run.plan and not (Path(job.run.plan) / "plan.json").exists()}
+    plans = [_PlanJob(job.setting, job.run, campaign.kernels) for job in waiting.values()]
     n_done = 0
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) if parallel > 1 else _Here() as planner:
-        plans = {}
-        for folder, job in unplanned.items():
-            say(f"planning for {job.setting}, {job.run.arm.name}")
-            plans[str(folder)] = planner.submit(_plan, job, campaign.kernels)
-        for job, row in run_jobs(_as_plans_come(jobs, plans, say), _train, parallel=parallel, budget_s=budget_s):
-            results.add(job.key, {"setting": job.setting, "arm": job.run.arm.name, "seed": job.run.config.seed, **row})
-            n_done += 1
-            loss = f"log-loss {row['test']['log_loss']:.5f}" if "test" in row else f"not finite at step {row['nonfinite_step']}"
-            say(f"{job.key}: {loss} ({n_done} of {len(jobs)})")
-        planner.shutdown(cancel_futures=True)
+    for plan in plans:
+        say(f"planning for {plan.setting}, {plan.run.arm.name}")
+
+    def is_ready(task: _Job | _PlanJob) -> bool:
+        return isinstance(task, _PlanJob) or task.run.plan not in waiting
+
+    tasks: list[_Job | _PlanJob] = [*plans, *jobs]
+    for task, outcome in run_jobs(tasks, _do, parallel=parallel, budget_s=budget_s, is_ready=is_ready):
+        if isinstance(task, _PlanJob):
+            waiting.pop(str(task.run.plan))
+            say(f"planned for {task.setting}, {task.run.arm.name}: {outcome}")
+            continue
+        about = {"setting": task.setting, "arm": task.run.arm.name, "seed": task.run.config.seed}
+        results.add(task.key, about | outcome)
+        n_done += 1
+        is_finite = "test" in outcome
+        loss = f"log-loss {outcome['test']['log_loss']:.5f}" if is_finite else f"not finite at step {outcome['nonfinite_step']}"
+        say(f"{task.key}: {loss} ({n_done} of {len(jobs)})")
     if n_done < len(jobs):
         say(f"{len(jobs) - n_done} runs left for the next call: the time budget is spent")
 
 
-class _Here(Executor):
-    """Does at once what it is given, in this process."""
+def _do(task: "_Job | _PlanJob") -> Any:
+    """A run's row, or a line about the plan that was made."""
+    if isinstance(task, _PlanJob):
+        from loka.train.loka_plan import make_plan_for  # loads all stages of LoKA, which the other arms do without
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
-
-
-def _as_plans_come(jobs: Iterable[_Job], plans: Mapping[str, Future[str]], say: Callable[[str], None]) -> Iterator[_Job]:
-    """The jobs in their order, but for those whose plan is not made yet: they come when it is."""
-    told: set[str] = set()
-
-    def with_plan(job: _Job) -> _Job:
-        plan = job.run.plan
-        if plan in plans and plan not in told:
-            say(f"planned for {job.setting}, {job.run.arm.name}: {plans[plan].result()}")
-            told.add(plan)
-        return job
-
-    waiting: list[_Job] = []
-    for job in jobs:
-        ready = [late for late in waiting if plans[str(late.run.plan)].done()]
-        waiting = [late for late in waiting if late not in ready]
-        yield from map(with_plan, ready)
-        if job.run.plan in plans and not plans[job.run.plan].done():
-            waiting.append(job)
-        else:
-            yield with_plan(job)
-    yield from map(with_plan, waiting)
-
-
-def _plan(job: _Job, kernels: Sequence[str] | None) -> str:
-    from loka.train.loka_plan import make_plan_for  # loads all stages of LoKA, which the other arms do without
-
-    assert job.run.plan is not None
-    return make_plan_for(job.run, Path(job.run.plan), kernels=kernels)
-
-
-def _train(job: _Job) -> dict[str, Any]:
-    return train_run(job.run) | {"config": job.run.settings}
+        assert task.run.plan is not None
+        return make_plan_for(task.run, Path(task.run.plan), kernels=task.kernels)
+    return train_run(task.run) | {"config": task.run.settings}
 
 
 def _jobs(campaign: Campaign, results: GatheredResults) -> Iterator[_Job]:

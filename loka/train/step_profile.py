@@ -221,8 +221,8 @@ def _in_range(owner: object, method: str, name: str) -> Iterator[None]:
         with record_function(name):
             return call(*args)
 
-    setattr(owner, method, in_range)
+    object.__setattr__(owner, method, in_range)  # a caster may be frozen
     try:
         yield
     finally:
-        delattr(owner, method)  # the class's own again
+        object.__delattr__(owner, method)  # the class's own again

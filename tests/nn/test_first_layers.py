@@ -68,6 +68,43 @@ def test_nothing_learned_and_no_norm_may_stand_between(with_example: bool) -> No
     }
 
 
+def test_an_input_copied_into_memory_that_was_made_before_is_followed() -> None:
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            room = torch.empty(3, 4)
+            room[:, :2].copy_(x[:, :2])
+            room[:, 2:].copy_(x[:, 2:])
+            return self.norm(self.dense(room))
+
+    assert find_blocks(Copied(), (torch.rand(3, 4),)).of("dense").is_first is True
+
+
+def test_a_part_that_learns_and_cannot_be_traced_may_hand_an_input_on() -> None:
+    class Front(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4)
+
+        def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            return x.nan_to_num() if x.isnan().any() else x, self.table(ids)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front, self.dense, self.norm = Front(), nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            dense, embedded = self.front(x, ids)
+            return self.norm(self.dense(dense)) * embedded
+
+    assert find_blocks(Model()).of("dense").is_first is None
+    assert find_blocks(Model(), (torch.rand(3, 4), torch.tensor([1, 0, 9]))).of("dense").is_first is True
+
+
 class Signed(nn.Module):
     """A forward that branches on a value, which no trace can follow."""
 

@@ -3,7 +3,6 @@
 import itertools
 import math
 import statistics
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -182,11 +181,22 @@ class TestJobs:
         assert done == []
         assert [result for _, result in run_jobs(range(3), lambda job: job * job)] == [0, 1, 4]
 
+    def test_one_that_is_not_ready_lets_others_pass(self):
+        done: list[int] = []
+        for job, _ in run_jobs(range(5), lambda job: job, is_ready=lambda job: job not in (0, 4) or 2 in done):
+            done.append(job)
+        assert done == [1, 2, 0, 3, 4]
+        assert [job for job, _ in run_jobs(range(3), lambda job: job, is_ready=lambda job: job != 1)] == [0, 2]
+
     @pytest.mark.slow
     def test_in_processes_gives_the_same(self):
         done = dict(run_jobs([1.0, 4.0, 9.0], math.sqrt, parallel=2))
         assert done == {1.0: 1.0, 4.0: 2.0, 9.0: 3.0}
-        assert len(dict(run_jobs(range(4), math.sqrt, parallel=2, budget_s=0))) == 2
+        assert dict(run_jobs(range(4), math.sqrt, parallel=2, budget_s=0)) == {}
+        done: list[float] = []
+        for job, _ in run_jobs([1.0, 4.0, 9.0], math.sqrt, parallel=2, is_ready=lambda job: job != 1.0 or 9.0 in done):
+            done.append(job)
+        assert done[-1] == 1.0
 
 
 class TestPlannedArms:
@@ -221,24 +231,6 @@ class TestPlannedArms:
         assert [row["sites"] for row in results.rows.values()] == [n_moved, n_moved]
         assert n_moved > 0
         assert sum(f"{n_moved} sites in low precision" in line for line in said) == 1
-
-    def test_runs_that_wait_for_a_plan_come_behind_those_that_do_not(self):
-        first, second = Future(), Future()
-
-        def job(key: str, plan: str | None = None) -> quality_bench._Job:
-            return quality_bench._Job(key, "setting", Run(TrainConfig("dlrm"), Arm("arm"), plan))
-
-        said: list[str] = []
-        jobs = [job("a"), job("b", "first"), job("c", "first"), job("d"), job("e", "second"), job("f"), job("g", "made before")]
-        coming = quality_bench._as_plans_come(jobs, {"first": first, "second": second}, said.append)
-        assert [next(coming).key for _ in range(2)] == ["a", "d"]
-        assert not said
-        first.set_result("2 sites")
-        assert [next(coming).key for _ in range(4)] == ["b", "c", "f", "g"]
-        assert said == ["planned for setting, arm: 2 sites"]
-        second.set_exception(ValueError("no record"))
-        with pytest.raises(ValueError, match="no record"):
-            next(coming)
 
     def test_an_arm_that_plans_from_other_kernels_is_another_arm(self, campaign, results):
         """Or a plan that lies there from other kernels would be taken for its own, and seeds of both averaged."""
