@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ class Prepared:
     def of(self, weight: Tensor) -> Callable[[], Callable[[], None]]:
         def prepare() -> Callable[[], None]:
             self.n += 1
-            return lambda: None if weight is not None else None
+            return partial(setattr, self, "last", weight)
 
         return prepare
 
