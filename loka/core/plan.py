@@ -213,12 +213,14 @@ def _without_producer(site: SitePlan, gone: Mapping[str, str]) -> SitePlan:
 
 
 def _what_is_wrong(plan: Plan) -> str | None:
-    """What a schema cannot say: sites named once, vectors there and of the right length, chains that lead to a block."""
+    """What a schema cannot say: sites named once and with a kernel, vectors of the right length, chains that lead to a block."""
     names = [site.site for site in plan.sites]
     blocks = {site.site for site in plan.sites if site.block}
     for site in plan.sites:
         if names.count(site.site) > 1:
             return f"it names the site {site.site} twice"
+        if Role.FPROP not in site.kernels:
+            return f"it names no kernel for fprop of {site.site}"
         if (vector := vector_name(site)) is not None:
             shape = tuple(plan.vectors[vector].shape) if vector in plan.vectors else None
             if shape != (site.k,):

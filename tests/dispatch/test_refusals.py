@@ -1,6 +1,7 @@
 """What apply_plan refuses: each difference named, and the model untouched."""
 
 import contextlib
+import json
 import functools
 import operator
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import loka
-from loka.core.errors import InvalidInput, KernelUnavailable, LokaError
+from loka.core.errors import InvalidFile, InvalidInput, KernelUnavailable, LokaError
 from loka.core.plan import BlockPlan, Goal, Plan
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
@@ -213,6 +214,15 @@ def places(value: object, path: tuple = ()) -> Iterator[tuple]:
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield from places(entry, (*path, key))
+
+
+def test_a_site_without_a_kernel_is_told(saved: Path) -> None:
+    document = json.loads(saved.read_text())
+    document["sites"][1]["kernels"] = {}
+    path = saved.with_name("without.json")
+    path.write_text(json.dumps(document))
+    with pytest.raises(InvalidFile, match=f"names no kernel for fprop of {document['sites'][1]['site']}.*loka plan"):
+        Plan.load(path)
 
 
 @settings(max_examples=60)
