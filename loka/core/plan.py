@@ -213,7 +213,7 @@ def _without_producer(site: SitePlan, gone: Mapping[str, str]) -> SitePlan:
 
 
 def _what_is_wrong(plan: Plan) -> str | None:
-    """What a schema cannot say: sites named once and with a kernel, vectors of the right length, chains that lead to a block."""
+    """What a schema cannot say: sites named once, with a kernel; vectors of the right length; chains that lead to a block."""
     names = [site.site for site in plan.sites]
     blocks = {site.site for site in plan.sites if site.block}
     for site in plan.sites:

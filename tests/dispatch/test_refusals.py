@@ -1,8 +1,8 @@
 """What apply_plan refuses: each difference named, and the model untouched."""
 
 import contextlib
-import json
 import functools
+import json
 import operator
 from collections.abc import Iterator
 from pathlib import Path
@@ -221,6 +221,7 @@ def test_a_site_without_a_kernel_is_told(saved: Path) -> None:
     document["sites"][1]["kernels"] = {}
     path = saved.with_name("without.json")
     path.write_text(json.dumps(document))
+    path.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())
     with pytest.raises(InvalidFile, match=f"names no kernel for fprop of {document['sites'][1]['site']}.*loka plan"):
         Plan.load(path)
 
