@@ -161,7 +161,7 @@ def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> Fou
                 consumers=tuple(dict.fromkeys(consumer for end in ends for consumer in _consumers(graph, end))),
                 is_head=_is_head(graph, model, module, calls),
                 calls=len(calls) if graph.is_known(name) else None,
-                is_first=_is_first(graph, model, calls),
+                is_first=_any([_reads_inputs_alone(graph, model, call) for call in calls]),
                 aliases=tuple(other for other in names[id(module)] if other != name),
                 same_weight=tuple(other for other in holders[_id_of_weight(module)] if other != name),
                 read_by=next((graph.parameters_read[p] for p in _parameters(name) if p in graph.parameters_read), None),
@@ -199,14 +199,11 @@ def _is_head(graph: Graph, model: nn.Module, site: nn.Linear, calls: list[int]) 
     """One output, or outputs that leave the model without passing another layer that learns, a norm or an activation."""
     if site.out_features == 1:
         return True
-    answers = [_leaves_the_model(graph, model, call) for call in calls]
-    if True in answers:
-        return True
-    return None if None in answers or not answers else False
+    return _any([_leaves_the_model(graph, model, call) for call in calls])
 
 
-def _is_first(graph: Graph, model: nn.Module, calls: list[int]) -> bool | None:
-    answers = [_reads_inputs_alone(graph, model, call) for call in calls]
+def _any(answers: list[bool | None]) -> bool | None:
+    """None where no call is known to be, and one is not known."""
     if True in answers:
         return True
     return None if None in answers or not answers else False

@@ -75,14 +75,17 @@ def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
 
 def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
     """Whether casts are held where ``weight`` lies: somebody may have moved its data."""
-    held = [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
+    held = _held_casts(module)
     return bool(held) and all(buffer.device == weight.device for buffer in held)
+
+
+def _held_casts(module: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
 
 
 def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Callable[[], None]]) -> None:
     """Write the casts of ``weight`` again where they lie, by what ``prepare`` made when all of it lay where it lies now."""
-    held = [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
-    place = (weight.shape, weight.stride(), *(tensor.data_ptr() for tensor in (weight, *held)))
+    place = (weight.shape, weight.stride(), *(tensor.data_ptr() for tensor in (weight, *_held_casts(module))))
     known = _rewrites.get(module)
     if known is None or known.place != place:
         known = _rewrites[module] = _Rewrite(place, prepare())

@@ -24,7 +24,7 @@ def run_jobs(
 
     With ``parallel`` above 1, that many processes work at once, each on one core: a small model leaves a GPU idle between
     its launches, which others can use. ``run`` must then be a function of a module, and jobs be picklable. A job that is not
-    ready waits for those before it to be done, and lets others pass; one that is never ready is not run.
+    ready waits for others to be done, and lets them pass; one that is never ready is not run.
     """
     deadline = time.monotonic() + budget_s
     todo = list(jobs)

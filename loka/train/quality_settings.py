@@ -60,7 +60,7 @@ def _stream(model_options: dict[str, Any] | None = None, *, lr: float = 1e-3, **
 
 def easy_stream() -> dict[str, Any]:
     """Options of the synthetic stream with few ids and many clicks: a small model comes near the best possible in 2 M examples,
-    so that runs which part by chance come together again, and what a model cannot learn shows."""
+    so that what it cannot learn shows."""
     no_bags = {"multihot_sizes": (), "bag_length": 0, "sequence_size": 0, "sequence_length": 0}
     return {"onehot_sizes": (100,) * 8, **no_bags, "n_dense": 4, "base_rate": 0.25}
 
