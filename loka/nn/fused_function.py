@@ -22,6 +22,7 @@ from loka.nn.fused_steps import (
     norm_input,
     norm_input_backward,
 )
+from loka.nn.site import as_output
 
 
 class BlockTensors(NamedTuple):
@@ -116,7 +117,7 @@ class _Chain(torch.autograd.Function):
         ctx.dtypes = tuple((t.weight_NK.dtype, None if t.bias_N is None else t.bias_N.dtype) for t in tensors)
         per_block = [(*block, t.codes_KN, t.scale_K) for block, t in zip(saved, tensors, strict=True)]
         ctx.save_for_backward(*(tensor for block in per_block for tensor in block), *(saved_norm or ()))
-        return outputs
+        return tuple(as_output(output) for output in outputs)
 
     @staticmethod
     @once_differentiable  # codes have no derivative: a second backward would be wrong, so it is refused

@@ -71,7 +71,7 @@ class _Site(torch.autograd.Function):
         ctx.x_form = executor.operand_forms(Role.WGRAD)[1]
         saved_x = (x_casts[ctx.x_form].codes, x_casts[ctx.x_form].scale) if needs_weight else (None, None)
         ctx.save_for_backward(weight_NK, features_K, *saved_x, *(cached if needs_x else ()))
-        return y_MN
+        return as_output(y_MN)
 
     @staticmethod
     @once_differentiable  # codes have no derivative: a second backward would be wrong, so it is refused
@@ -96,6 +96,15 @@ class _Site(torch.autograd.Function):
                 dw_NK = executor.multiply(Role.WGRAD, dy_casts, x_casts, weight_NK.dtype, vectors=vectors, dy_sum_N=dy_sum_N)
         db_N = dy_sum_N.to(ctx.bias_dtype) if dy_sum_N is not None and needs_bias else None
         return (dx_MK, dw_NK, db_N, *(None for _ in ctx.needs_input_grad[3:]))
+
+
+def as_output(y: Tensor) -> Tensor:
+    """``y`` as a forward may return it, whatever op it comes from.
+
+    Autograd forbids changing a view in place; and where an op returned what it was given, as ``.to`` does for a tensor's own
+    dtype, a compiled graph of torch 2.11 hands zeros back for a gradient.
+    """
+    return y.detach()
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

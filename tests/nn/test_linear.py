@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from loka.kernels.contract import KERNELS
 from loka.kernels.device import constant_when_traced, device_of
 from loka.kernels.executor import SiteKernels
 from loka.kernels.providers import fbgemm, torch_casts, triton
+from loka.kernels.providers.torch_high import TorchHighPrecision
 from loka.numerics.reference import gemm
 from loka.numerics.scaling import quantize
 
@@ -150,6 +152,57 @@ def test_compiles_where_fbgemm_is_installed(name: str, tmp_path: Path, monkeypat
         x, dy = torch.randn(32, 48), torch.randn(32, 32)
         for actual, expected in zip(run(compiled, x, dy), run(module, x, dy), strict=True):
             assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize(
+    "handed_on",
+    [lambda out: out.to(out.dtype), lambda out: nn.functional.pad(out, (0, 3))[:, :-3]],
+    ids=["as it was", "a view"],
+)
+def test_whatever_a_kernel_hands_on_is_an_output_like_any_other(
+    handed_on: Callable[[Tensor], Tensor], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be changed in place, and it has its gradient, which a compiled graph of torch 2.11 lost for the first."""
+    multiply = TorchHighPrecision.multiply
+    monkeypatch.setattr(TorchHighPrecision, "multiply", lambda *args: handed_on(multiply(*args)))
+    linear = loka.LokaLinear(48, 32, bias=False, kernels=SiteKernels("torch.fp32", "reference.rowwise", "reference.rowwise"))
+    module = nn.Sequential(linear, nn.ReLU(inplace=True), nn.Linear(32, 8))
+    x, dy = torch.randn(20, 48), torch.randn(20, 8)
+    y, dx = run(torch.compile(module, fullgraph=True, backend="aot_eager") if is_compiled else module, x, dy)
+    hidden = x @ linear.weight.detach().t()
+    assert_close(y, module[2](hidden.relu()).detach())
+    dz = (dy @ module[2].weight.detach()) * (hidden > 0)
+    tensors = {TensorName.X: x, TensorName.DY: dz, TensorName.W: linear.weight.detach()}
+    assert linear.weight.grad is not None
+    assert_close(dx, oracle(SAME, Role.DGRAD, tensors))
+    assert_close(linear.weight.grad, oracle(SAME, Role.WGRAD, tensors))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "name",
+    ["torch.bf16", "torch.rowwise_fast", "torch.tensorwise_fast", "torch.blockwise", "fbgemm.rowwise_fast",
+     "triton.rowwise_fast", "triton.static_fast"],
+)  # fmt: skip
+def test_gpu_kernels_train_a_compiled_model_as_an_eager_one(name: str) -> None:
+    """Under autocast and in front of a norm, which needs the kernel's output in backward, as in a model that trains."""
+    if reason := KERNELS.get(name).missing(device_of(torch.device("cuda"))):
+        pytest.skip(reason)
+    backward = "torch.rowwise_fast"
+    linear = loka.LokaLinear(512, 512, bias=False, device="cuda", kernels=SiteKernels(name, backward, backward))
+    module = nn.Sequential(linear, nn.LayerNorm(512, device="cuda"), nn.SiLU(), nn.Linear(512, 1, device="cuda"))
+    x, dy = torch.randn(512, 512, device="cuda"), torch.randn(512, 1, device="cuda", dtype=torch.bfloat16)
+    gradients = []
+    for called in (module, torch.compile(module, fullgraph=True)):
+        module.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            _, dx = run(called, x, dy)
+        gradients.append([dx, *(parameter.grad for parameter in module.parameters())])
+    for eager, compiled in zip(*gradients, strict=True):
+        assert (compiled.double() - eager.double()).norm() < 0.05 * eager.double().norm()
 
 
 @pytest.mark.gpu
