@@ -1,4 +1,4 @@
-"""``check_plan``: the joint check of a plan on held-out batches, quality and end-to-end time, giving sites back.
+"""``check_plan``: the joint check of a plan on held-out batches, quality, gradients and end-to-end time, giving sites back.
 
 Errors of sites add and cancel, and what wins at one site need not win in a model, so the whole is tried as it will run.
 """
@@ -18,10 +18,13 @@ from torch.autograd.graph import Node
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
+from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
 from loka.nn.weight_casts import recast_after_step
 
+MAX_GRADIENT_CHANGE = 0.5  # ten layers in e4m3 come to 0.2, a gradient that is lost to 1
+GRADIENT_BATCHES = 2
 SLOW_SHARE = 4  # where a plan is too slow one in so many sites goes at once: a compiled model compiles again every time
 
 
@@ -32,7 +35,8 @@ class Round:
 
     sites: int
     change: LossChange
-    speedup: float | None  # of a step, over high precision; None where the loss had decided already
+    gradients: GradientChange | None  # None where the loss had decided already, and in serving, which has none
+    speedup: float | None  # of a step, over high precision; None where loss or gradients had decided already
     gave_back: tuple[str, ...] = ()
 
 
@@ -54,7 +58,8 @@ class CheckedPlan:
         in_part = {site.site for site in self.plan.sites if site.is_low_precision}
         names = [f"{name} (forward alone)" if name in in_part else name for name in self.given_back]
         loss = f"loss {last.change.whole:+.4%} of high precision's {self.baseline_loss:.5g}"
-        found = f"{loss}, rounding costs {last.change.rounding:.4%}, {last.speedup:.2f}× as fast"
+        gradients = f"gradients at most {last.gradients.error:.0%} off, " if last.gradients else ""
+        found = f"{loss}, rounding costs {last.change.rounding:.4%}, {gradients}{last.speedup:.2f}× as fast"
         gave = f"; given back: {', '.join(names)}" if names else ""
         return f"{last.sites} sites in low precision: {found}{gave}"
 
@@ -74,12 +79,13 @@ def check_plan(
     """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back, worst first, until the whole passes.
 
     It passes when rounding costs at most ``max_loss_change`` of the loss, relatively, and the loss on these batches has not
-    surely risen by more (see ``loka.dispatch.loss_change``), and when a step (forward, backward and the casts of weights for a
-    training plan, forward for serving) is at least ``min_speedup`` times as fast. Quality decides first: the sites that harm
-    most by themselves go, and of them fprop alone where 8 bits in the gradients are worth it by themselves. Then time: a
-    quarter of the sites in a round, those that the plan expects to save least. ``loss(model, batch)`` is a scalar, of which
-    forward alone is judged: gradients are held by the plan's limit at each role.
-    ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
+    surely risen by more (see ``loka.dispatch.loss_change``), when in training no parameter's gradients are off by more than
+    half their size, and when a step (forward, backward and the casts of weights for a training plan, forward for serving) is
+    at least ``min_speedup`` times as fast. Loss decides first: the sites that harm most by themselves go, and of them fprop
+    alone where 8 bits in the gradients are worth it by themselves. Then gradients, of the model as it is compiled: what
+    rounding does to them the plan's limit at each role holds, and this that they arrive. Then time: a quarter of the sites in
+    a round, those that the plan expects to save least. ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are
+    ``apply_plan``'s. The model is left as it was, without a plan.
     """
     if applied_to(model) is not None:
         raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
@@ -98,12 +104,25 @@ def check_plan(
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
         rounds: list[Round] = []
         alone: dict[str, LossChange] = {}
+        alone_in_gradients: dict[str, GradientChange] = {}
         while True:
             planned = [site for site in plan.sites if site.is_low_precision]
             tried = trial.whole(plan, high, max_loss_change)
             if tried.speedup is not None and (not planned or tried.speedup >= min_speedup):
                 return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone)
-            if tried.speedup is None:
+            if tried.speedup is None and tried.gradients is not None:
+                alone_in_gradients |= {
+                    site.site: trial.gradients_alone(plan, site.site) for site in planned if site.site not in alone_in_gradients
+                }
+                worst = max((site.site for site in planned), key=lambda name: alone_in_gradients[name].error)
+                off, by_itself = tried.gradients, alone_in_gradients[worst]
+                why = (
+                    f"the plan puts gradients of {off.parameter} off by {off.error:.0%} of their size, and this site by itself "
+                    f"those of {by_itself.parameter} by {by_itself.error:.0%}"
+                )
+                gone = (worst,)
+                plan = plan.giving_back({worst: f"given back by check_plan: {why}"})
+            elif tried.speedup is None:
                 alone = alone or {site.site: trial.alone(plan, site.site, high) for site in planned}
                 rounding = [site for site in planned if site.rounds_forward] or planned
                 worst = max(rounding, key=lambda site: alone[site.site].harm).site
@@ -132,36 +151,82 @@ class _Trial:
 
     def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:
         """The change of loss with ``site`` alone in low precision."""
-        others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
-        applied = self._apply(plan.giving_back(others))
+        applied = self._apply(self._only(plan, site))
         try:
             return self._change(applied, high)
         finally:
             restore(self.model)
 
+    def gradients_alone(self, plan: Plan, site: str) -> GradientChange:
+        """The change of gradients with ``site`` alone in low precision."""
+        applied = self._apply(self._only(plan, site))
+        try:
+            return self._gradients(applied)
+        finally:
+            restore(self.model)
+
     def whole(self, plan: Plan, high: list[float], max_loss_change: float) -> Round:
-        """The plan as it will run: its loss, and where that is good its time. A compiled model is compiled for that."""
+        """The plan as it will run: its loss, where that is good its gradients, and where they are its time. A compiled model is
+        compiled for those."""
         applied = self._apply(plan)
         try:
             change = self._change(applied, high)
-            is_good = not applied.sites or change.harm <= max_loss_change
-            return Round(len(applied.sites), change, self._speedup(applied) if is_good else None)
+            if applied.sites and not change.harm <= max_loss_change:
+                return Round(len(applied.sites), change, None, None)
+            gradients = self._gradients(applied) if self.goal is Goal.TRAINING and applied.sites else None
+            if gradients is not None and gradients.error > MAX_GRADIENT_CHANGE:
+                return Round(len(applied.sites), change, gradients, None)
+            return Round(len(applied.sites), change, gradients, self._speedup(applied))
         finally:
             restore(self.model)
+
+    def _gradients(self, applied: AppliedPlan) -> GradientChange:
+        """Beside high precision's, of the model as it trains: compiled if it is, with the same random numbers."""
+
+        def pairs() -> Iterator[tuple[Gradients, Gradients]]:
+            for batch in self.batches[:GRADIENT_BATCHES]:
+                planned = self._gradients_of(batch)
+                with self._in_high_precision(applied):
+                    high = self._gradients_of(batch)
+                yield planned, high
+
+        return gradient_change(pairs())
+
+    def _gradients_of(self, batch: Any) -> Gradients:
+        """Copies, for a replayed CUDA graph writes the next gradients to where these lie. Sparse ones are left out."""
+        self.model.train()
+        with torch.random.fork_rng(), torch.enable_grad():
+            self.loss(self.model, batch).backward()
+        named = ((name, parameter.grad) for name, parameter in unwrapped(self.model).named_parameters())
+        gradients = {name: grad.clone() for name, grad in named if grad is not None and not grad.is_sparse}
+        _drop_gradients(self.learned)
+        return gradients
+
+    def _only(self, plan: Plan, site: str) -> Plan:
+        others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
+        return plan.giving_back(others)
 
     def _speedup(self, applied: AppliedPlan) -> float:
         """Of a step by the plan over one in high precision, taken in turns."""
         if not applied.sites:
             return 1.0
-        swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
-        inner = unwrapped(self.model)
         planned_us, plain_us = [], []
         for _ in range(1 + self.repeats):
             planned_us.append(self._pass_us())
-            put_back(inner, swaps)
-            plain_us.append(self._pass_us())
-            put_in(inner, swaps)
+            with self._in_high_precision(applied):
+                plain_us.append(self._pass_us())
         return statistics.median(plain_us[1:]) / statistics.median(planned_us[1:])  # the first of each warms up
+
+    @contextmanager
+    def _in_high_precision(self, applied: AppliedPlan) -> Iterator[None]:
+        """The model without the plan for a while; what it has compiled stays."""
+        swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
+        inner = unwrapped(self.model)
+        put_back(inner, swaps)
+        try:
+            yield
+        finally:
+            put_in(inner, swaps)
 
     def _change(self, applied: AppliedPlan, high: list[float]) -> LossChange:
         modules = [applied.module(site) for site in applied.sites]

@@ -15,7 +15,9 @@ from loka.core.plan import Choice, ExactForward, Goal, Plan
 from loka.dispatch.check import CheckedPlan
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
+from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteKernels
+from loka.kernels.operand import Operand
 
 STATIC = SiteKernels("reference.static", "reference.rowwise", "reference.static")  # holds values up to 16
 BATCHES = [batch(60, seed) for seed in range(3)]
@@ -91,6 +93,46 @@ def test_a_site_whose_forward_hurts_keeps_its_gradients_in_8_bits() -> None:
     assert 0.01 < off["top.0.weight"] < 0.1
     assert 0.01 < off["bottom.weight"] < 0.1, "its dy comes from dgrad of the site behind it"
     assert off["top.2.weight"] == 0
+
+
+class _LosesWhatItIsGiven:
+    """The reference's row-wise kernel, and zeros for its product."""
+
+    name = "planted.zeros"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(KERNELS.get("reference.rowwise"), name)
+
+    def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        return torch.zeros(a.outer, b.outer, dtype=out_dtype)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_site_that_loses_gradients_is_given_back_however_right_its_outputs_are(is_compiled: bool) -> None:
+    """As a compiled graph of torch 2.11 once did, at one site of ten: the check passed, and training was 3 % worse."""
+    torch.compiler.reset()
+    KERNELS.add(_LosesWhatItIsGiven.name, _LosesWhatItIsGiven())
+    try:
+        forgetful = SiteKernels("reference.rowwise", _LosesWhatItIsGiven.name, "reference.rowwise")
+        model = tower()
+        if is_compiled:
+            model.compile(backend="aot_eager")
+        plan = plan_for(model, dict.fromkeys(SITES, ROWWISE) | {"top.0": forgetful})
+        checked = loka.check_plan(
+            model, plan, BATCHES, loss=lambda m, x: 1 + m(x).square().mean(), max_loss_change=1.0, min_speedup=0.0, repeats=1
+        )
+    finally:
+        KERNELS.remove(_LosesWhatItIsGiven.name)
+    assert checked.given_back == ("top.0",)
+    first, last = checked.rounds
+    assert first.gradients is not None
+    assert first.gradients.error == pytest.approx(1, abs=1e-6)
+    assert first.gradients.parameter.startswith("bottom."), "what lies in front of the site learns nothing"
+    assert last.gradients is not None
+    assert 0.02 < last.gradients.error < 0.3
+    reason = next(site.reason for site in checked.plan.sites if site.site == "top.0")
+    assert "off by 100% of their size, and this site by itself those of bottom." in reason
+    assert f"gradients at most {last.gradients.error:.0%} off" in str(checked)
 
 
 def test_a_limit_that_nothing_meets_gives_all_back_worst_first() -> None:

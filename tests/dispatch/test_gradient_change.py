@@ -1,0 +1,40 @@
+"""How far a plan puts gradients off, against sums written out."""
+
+import math
+
+import pytest
+import torch
+
+from loka.dispatch.gradient_change import GradientChange, gradient_change
+
+HIGH = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[1.0, 0.0]])}
+
+
+def test_it_is_that_of_the_worst_parameter_over_all_batches() -> None:
+    first = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([[1.0, 0.3]])}
+    second = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[0.6, 0.0]])}
+    change = gradient_change([(first, HIGH), (second, HIGH)])
+    assert change.parameter == "b"
+    assert change.error == pytest.approx(math.sqrt((0.3**2 + 0.4**2) / 2))  # of a: sqrt(0.25 / 50)
+
+
+def test_a_gradient_that_does_not_arrive_is_off_by_all_it_is() -> None:
+    assert gradient_change([({"a": HIGH["a"]}, HIGH)]) == GradientChange(1.0, "b")
+    assert gradient_change([({**HIGH, "b": torch.zeros(1, 2)}, HIGH)]) == GradientChange(1.0, "b")
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_no_number_is_off_without_bound(wrong: float) -> None:
+    assert gradient_change([({**HIGH, "a": torch.tensor([wrong, 0.0])}, HIGH)]) == GradientChange(math.inf, "a")
+
+
+def test_half_precision_gradients_are_summed_in_full() -> None:
+    high = {"a": torch.full((4096,), 300.0, dtype=torch.float16)}  # its squares are past float16
+    assert gradient_change([({"a": high["a"] * 2}, high)]) == GradientChange(1.0, "a")
+
+
+def test_a_parameter_that_learns_nothing_counts_for_nothing() -> None:
+    high = {**HIGH, "dead": torch.zeros(2), "nearly": torch.tensor([1e-9])}
+    planned = {**HIGH, "dead": torch.full((2,), 1e-8), "nearly": torch.tensor([-1e-9])}
+    assert gradient_change([(planned, high)]).error == 0
+    assert gradient_change([({}, {})]) == GradientChange(0.0, "")
