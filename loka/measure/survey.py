@@ -22,7 +22,16 @@ from loka.measure.partial import Partial, identity_of
 from loka.measure.parts import Option, baseline_kernel
 from loka.measure.site_survey import Bench, plain_options, row_counts, survey_site
 from loka.measure.speed import Speeds, TimedShape
-from loka.measure.trial import BLOCK_KERNEL, AnyTrial, BlockTrial, Trial, children_for, needs_trial, try_kernels
+from loka.measure.trial import (
+    BLOCK_KERNEL,
+    AnyTrial,
+    BlockTrial,
+    Trial,
+    children_for,
+    needs_trial,
+    one_triton_cache,
+    try_kernels,
+)
 
 # What a model in a format has left behind: more exact, and slower.
 WIDER = {Format.FP32: (), Format.TF32: (Format.FP32,), Format.BF16: (Format.FP32, Format.TF32)}
@@ -46,7 +55,7 @@ def measure(
     names = chosen_kernels(record, kernels, where)
     environment = current_environment(device_of(where))
     partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
-    with progress or Silent() as shown:
+    with progress or Silent() as shown, one_triton_cache(where.type):
         document = _measure(record, names, where, environment, partial, shown)
     survey = Survey(document, _vectors(record, document))
     if out is not None:

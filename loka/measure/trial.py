@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from threading import Lock
 
 import msgspec
@@ -27,6 +28,7 @@ START_LIMIT_S = 180.0  # to import torch and to reach the GPU
 LIMIT_S = 60.0  # to compile a kernel and run it once, and as long behind every transform
 BLOCK_LIMIT_S = 300.0  # a block's kernels, forward and backward, and torch's for comparison
 BLOCK_KERNEL = "triton.block"
+_TRITON_CACHE = "TRITON_CACHE_DIR"
 MOST_CHILDREN = 12  # each holds a CUDA context and compiles on a core of its own
 # Plain products of torch, which the reference itself is made of.
 TRUSTED = ("loka.kernels.providers.torch_high", "loka.kernels.providers.reference")
@@ -85,6 +87,29 @@ def needs_trial(kernel: str) -> bool:
 def children_for(device_type: str) -> int:
     """How many try kernels at once: on a CPU, where nothing is compiled and all would share the cores, one."""
     return min(MOST_CHILDREN, len(os.sched_getaffinity(0))) if device_type == "cuda" else 1
+
+
+@contextmanager
+def one_triton_cache(device_type: str) -> Iterator[None]:
+    """Triton's cache of compiled kernels held where it is, for this process and its children.
+
+    torch.compile moves it to a folder of its own, each process's when that first compiles something: what children had
+    compiled before or after, this process would look for in the wrong one and compile again.
+    """
+    if device_type != "cuda":
+        yield
+        return
+    from triton import knobs
+
+    before = os.environ.get(_TRITON_CACHE)
+    os.environ[_TRITON_CACHE] = knobs.cache.dir
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TRITON_CACHE]
+        else:
+            os.environ[_TRITON_CACHE] = before
 
 
 def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTrial, str]:

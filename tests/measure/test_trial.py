@@ -1,5 +1,8 @@
 """Trials shared out among several children: each problem once, a kernel that takes its child down never again."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +13,7 @@ import pytest
 import torch
 from emulated_block import emulate
 from stand_in_records import record_of, site_record
+from triton import knobs
 
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape, TensorName
@@ -28,7 +32,7 @@ from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.survey import _kernel_trials, measure
-from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, try_kernels
+from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, one_triton_cache, try_kernels
 from loka.measure.trial_child import run
 from loka.numerics.metrics import measure_error
 
@@ -223,3 +227,27 @@ def test_what_errors_are_taken_from_is_tried_too(monkeypatch: pytest.MonkeyPatch
     beside = {trial.kernel: trial.beside for trial in kernels}
     both = ("reference.rowwise", "reference.tensorwise")
     assert beside == {"reference.rowwise": both, "reference.tensorwise": both, "reference.alike": ()}
+
+
+@pytest.mark.parametrize("before", [None, "somewhere"])
+def test_children_and_their_parent_share_a_cache_that_torch_cannot_move(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile sets the variable where it is not set, in every process by itself."""
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", before)
+    expected = knobs.cache.dir
+    asked: list[str | None] = []
+    child = [sys.executable, "-c", "import os; print(os.environ.get('TRITON_CACHE_DIR'))"]
+    with one_triton_cache("cuda"):
+        os.environ.setdefault("TRITON_CACHE_DIR", "torch's own")
+        asked += [knobs.cache.dir, subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()]
+    assert asked == [expected, expected]
+    assert os.environ.get("TRITON_CACHE_DIR") == before
+
+
+def test_a_cpu_needs_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with one_triton_cache("cpu"):
+        assert "TRITON_CACHE_DIR" not in os.environ
