@@ -28,7 +28,6 @@ START_LIMIT_S = 180.0  # to import torch and to reach the GPU
 LIMIT_S = 60.0  # to compile a kernel and run it once, and as long behind every transform
 BLOCK_LIMIT_S = 300.0  # a block's kernels, forward and backward, and torch's for comparison
 BLOCK_KERNEL = "triton.block"
-_TRITON_CACHE = "TRITON_CACHE_DIR"
 MOST_CHILDREN = 12  # each holds a CUDA context and compiles on a core of its own
 # Plain products of torch, which the reference itself is made of.
 TRUSTED = ("loka.kernels.providers.torch_high", "loka.kernels.providers.reference")
@@ -90,26 +89,27 @@ def children_for(device_type: str) -> int:
 
 
 @contextmanager
-def one_triton_cache(device_type: str) -> Iterator[None]:
-    """Triton's cache of compiled kernels held where it is, for this process and its children.
+def one_triton(device_type: str) -> Iterator[None]:
+    """Triton's cache of compiled kernels, and its assembler, held as they are for this process and its children.
 
-    torch.compile moves it to a folder of its own, each process's when that first compiles something: what children had
-    compiled before or after, this process would look for in the wrong one and compile again.
+    torch.compile gives a process others when it first compiles something there (its own folder, CUDA 13's ptxas for Triton's
+    12.8): then what children have compiled, their parent does not find, or as another assembler's, and compiles again.
     """
     if device_type != "cuda":
         yield
         return
     from triton import knobs
 
-    before = os.environ.get(_TRITON_CACHE)
-    os.environ[_TRITON_CACHE] = knobs.cache.dir
+    before = {name: os.environ.get(name) for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")}
+    os.environ.update(TRITON_CACHE_DIR=knobs.cache.dir, TRITON_PTXAS_PATH=knobs.nvidia.ptxas.path)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_TRITON_CACHE]
-        else:
-            os.environ[_TRITON_CACHE] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTrial, str]:

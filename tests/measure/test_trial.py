@@ -32,7 +32,7 @@ from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.survey import _kernel_trials, measure
-from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, one_triton_cache, try_kernels
+from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, one_triton, try_kernels
 from loka.measure.trial_child import run
 from loka.numerics.metrics import measure_error
 
@@ -229,25 +229,27 @@ def test_what_errors_are_taken_from_is_tried_too(monkeypatch: pytest.MonkeyPatch
     assert beside == {"reference.rowwise": both, "reference.tensorwise": both, "reference.alike": ()}
 
 
-@pytest.mark.parametrize("before", [None, "somewhere"])
-def test_children_and_their_parent_share_a_cache_that_torch_cannot_move(
-    before: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch.compile sets the variable where it is not set, in every process by itself."""
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    if before is not None:
-        monkeypatch.setenv("TRITON_CACHE_DIR", before)
-    expected = knobs.cache.dir
-    asked: list[str | None] = []
-    child = [sys.executable, "-c", "import os; print(os.environ.get('TRITON_CACHE_DIR'))"]
-    with one_triton_cache("cuda"):
-        os.environ.setdefault("TRITON_CACHE_DIR", "torch's own")
-        asked += [knobs.cache.dir, subprocess.run(child, capture_output=True, text=True, check=True).stdout.strip()]
-    assert asked == [expected, expected]
-    assert os.environ.get("TRITON_CACHE_DIR") == before
+@pytest.mark.parametrize("is_set", [False, True])
+def test_children_and_their_parent_compile_alike_whatever_torch_does(is_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile sets what is not set, in every process by itself."""
+    names = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    expected = [knobs.cache.dir, knobs.nvidia.ptxas.path]
+    if is_set:
+        expected = ["/somewhere", expected[1]]  # an assembler must be there to be believed
+        for name, value in zip(names, expected, strict=True):
+            monkeypatch.setenv(name, value)
+    child = [sys.executable, "-c", f"import os; print(*(os.environ.get(name) for name in {names}))"]
+    with one_triton("cuda"):
+        for name in names:
+            os.environ.setdefault(name, "torch's own")
+        assert [knobs.cache.dir, knobs.nvidia.ptxas.path] == expected
+        assert subprocess.run(child, capture_output=True, text=True, check=True).stdout.split() == expected
+    assert [os.environ.get(name) for name in names] == (expected if is_set else [None, None])
 
 
-def test_a_cpu_needs_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    with one_triton_cache("cpu"):
+    with one_triton("cpu"):
         assert "TRITON_CACHE_DIR" not in os.environ
