@@ -17,9 +17,10 @@ METRIC = "mere_floored"
 MAX_ERROR = 0.2
 MIN_SPEEDUP = 1.05
 # What an output ruled by a few large values does not show. A floating format reaches over 15 binades and more: values of x that
-# it turns into zeros are a distribution it does not hold. INT8 rounds its smallest to zero as a matter of course.
+# it turns into zeros are a distribution it does not hold, and of dy they are examples from which nothing in front of the site
+# learns. wgrad sums over examples, the largest of which rule its error. INT8 rounds its smallest to zero as a matter of course.
 MAX_SILENCED = 0.05  # of x's features
-MAX_FLUSHED = 0.02  # of the values that fprop's casts to FP8 lose; a healthy site loses none
+MAX_FLUSHED = 0.02  # of the values that casts to FP8 lose for fprop or dgrad; a healthy site loses none
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,18 @@ class Limits:
 
 
 def why_deaf(candidate: Candidate | BlockCandidate) -> str | None:
-    """Why a cast of x loses too much to be used, whatever the error of the output is."""
+    """Why casts lose too much to be used, whatever the error of the output is."""
     if candidate.silenced > MAX_SILENCED:
         return f"its cast of x flushes {candidate.silenced:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
-    if _is_fp8_fprop(candidate) and candidate.flushed > MAX_FLUSHED:
+    if _keeps_rows_apart_in_fp8(candidate) and candidate.flushed > MAX_FLUSHED:
         return f"its casts flush {candidate.flushed:.0%} of the values to zero, over {MAX_FLUSHED:.0%}"
     return None
 
 
-def _is_fp8_fprop(candidate: Candidate | BlockCandidate) -> bool:
+def _keeps_rows_apart_in_fp8(candidate: Candidate | BlockCandidate) -> bool:
     if isinstance(candidate, BlockCandidate):
         return True
-    return candidate.role is Role.FPROP and not candidate.recipe.startswith(Format.INT8)
+    return candidate.role is not Role.WGRAD and not candidate.recipe.startswith(Format.INT8)
 
 
 def check_limits(goal: Goal | str, max_error: float | Mapping[Role, float], min_speedup: float) -> Limits:

@@ -247,6 +247,18 @@ def test_refusals_say_why(changes: dict, reason: str) -> None:
     assert not one.is_low_precision
 
 
+@pytest.mark.parametrize(("recipe", "refused"), [("e4m3 tensorwise", [Role.DGRAD]), ("int8 rowwise", [])])
+def test_a_gradient_that_is_cast_to_zeros_is_refused_where_rows_stay_apart(recipe: str, refused: list[Role]) -> None:
+    """dgrad's rows are examples, each with a gradient to pass on; wgrad sums over them. INT8 rounds to zero as ever."""
+    forms = {Role.DGRAD: ("dy", "wᵀ"), Role.WGRAD: ("dyᵀ", "rowᵀ")}
+    low = [candidate("a.one", role, {M: 10.0}, forms=forms[role], flushed=0.3, recipe=recipe) for role in forms]
+    named = zip((TensorName.DY, TensorName.W, TensorName.DY, TensorName.X), ("dy", "wᵀ", "dyᵀ", "rowᵀ"), strict=True)
+    one = plan_of(site("s", (*baseline(ALL_ROLES), *low), tuple(single(tensor, form, 1.0) for tensor, form in named)))
+    assert [refusal.role for refusal in one.refused] == refused
+    assert {refusal.reason for refusal in one.refused} <= {"its casts flush 30% of the values to zero, over 2%"}
+    assert [role for role in Role if one.kernels[role].kernel == "a.one"] == [role for role in forms if role not in refused]
+
+
 def test_of_kernels_with_the_same_casts_the_faster_wins() -> None:
     casts = (single(TensorName.X, "row", 1.0),)
     slow, fast = (
