@@ -123,10 +123,15 @@ def _open(name: str, path: str | None, seed: int, device: str, options: str) -> 
     return open_dataset(name, path=path, seed=seed, device=device, **json.loads(options))
 
 
+def changes_in_percent(losses: Mapping[int, float], base: Mapping[int, float]) -> list[float]:
+    """The relative change at each seed that both have; negative is better."""
+    return [100 * (losses[seed] / base[seed] - 1) for seed in sorted(losses.keys() & base.keys())]
+
+
 def change_in_percent(losses: Mapping[int, float], base: Mapping[int, float]) -> Estimate | None:
-    """The mean relative change over the seeds that both have, with its 95 % interval (Student's t); negative is better."""
-    seeds = sorted(losses.keys() & base.keys())
-    return estimate_mean([100 * (losses[seed] / base[seed] - 1) for seed in seeds]) if seeds else None
+    """The mean of ``changes_in_percent`` with its 95 % interval (Student's t)."""
+    changes = changes_in_percent(losses, base)
+    return estimate_mean(changes) if changes else None
 
 
 def describe_change(change: Estimate | None) -> str:

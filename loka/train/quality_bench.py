@@ -17,7 +17,7 @@ from loka.core.results import GatheredResults, markdown_table
 from loka.train.config import TrainConfig
 from loka.train.jobs import run_jobs
 from loka.train.line_chart import Line, line_chart
-from loka.train.paired import Run, change_in_percent, describe_change, train_run
+from loka.train.paired import Run, change_in_percent, changes_in_percent, describe_change, train_run
 from loka.train.quality_settings import SETTINGS, arms_on
 
 # Arms that a change is taken from: fp32; bf16; and, for arms with Mods, the same Mods in high precision.
@@ -25,7 +25,8 @@ BASE, BF16, HIGH_MODS = "fp32", "bf16", "mods"
 NOTES = (
     "Held-out log-loss and its relative change, mean over paired seeds with a 95 % interval (Student's t); negative is better, "
     "and a change whose interval leaves out 0 is called worse or better. What bf16 does to fp32 is the measure of harmless. "
-    "Mods alone: the same model in high precision, with the Mods LoKA makes by default."
+    "Mods alone: the same model in high precision, with the Mods LoKA makes by default. Single seeds: the smallest change, the "
+    "median and the largest against the last of these columns that is filled; where one seed is far off, the median says more."
 )
 
 
@@ -155,7 +156,8 @@ def by_setting(results: GatheredResults) -> dict[str, Runs]:
 
 
 def make_table(results: GatheredResults) -> str:
-    header = ["setting", "arm", "seeds", "log-loss", "against fp32", "against bf16", "against Mods alone", "8-bit sites"]
+    bases = {BASE: "against fp32", BF16: "against bf16", HIGH_MODS: "against Mods alone"}
+    header = ["setting", "arm", "seeds", "log-loss", *bases.values(), "single seeds", "8-bit sites"]
     rows = []
     for setting, runs in by_setting(results).items():
         losses = {arm: _losses(of_arm) for arm, of_arm in runs.items()}
@@ -164,11 +166,16 @@ def make_table(results: GatheredResults) -> str:
             seeds = f"{len(of_arm)}, {bad} not finite" if bad else str(len(of_arm))
             mean = f"{statistics.fmean(losses[arm].values()):.5f}" if losses[arm] else ""
             first = next(iter(of_arm.values()))
-            bases = (BASE, BF16, *([HIGH_MODS] if first["config"]["arm"]["mods"] else []))
-            changes = {base: change_in_percent(losses[arm], losses.get(base, {})) for base in bases if base != arm}
-            cells = [describe_change(changes.get(base)) for base in (BASE, BF16, HIGH_MODS)]
-            rows.append([setting, arm, seeds, mean, *cells, str(first["sites"])])
+            compared = {base for base in bases if base != arm and (base != HIGH_MODS or first["config"]["arm"]["mods"])}
+            others = {base: losses.get(base, {}) if base in compared else {} for base in bases}
+            cells = [describe_change(change_in_percent(losses[arm], other)) for other in others.values()]
+            nearest = [changes for other in others.values() if (changes := changes_in_percent(losses[arm], other))]
+            rows.append([setting, arm, seeds, mean, *cells, _spread(nearest[-1]) if nearest else "", str(first["sites"])])
     return markdown_table(header, rows)
+
+
+def _spread(changes: Sequence[float]) -> str:
+    return " / ".join(f"{change:+.3f}" for change in (min(changes), statistics.median(changes), max(changes)))
 
 
 def _losses(of_arm: dict[int, dict[str, Any]]) -> dict[int, float]:
