@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -50,7 +50,8 @@ class Run:
 
 
 def train_run(run: Run) -> dict[str, Any]:
-    """Train and test once. A loss that is not finite ends the run: ``nonfinite_step`` says when, and there is no ``test``."""
+    """Train and test once, in 8 bits and, where there are some, what they have learned without them too. A loss that is not
+    finite ends the run: ``nonfinite_step`` says when, and there is no ``test``."""
     config = run.config
     device = resolve_device(config.device, config.precision)
     data = dataset_of(config, device)
@@ -69,7 +70,18 @@ def train_run(run: Run) -> dict[str, Any]:
         bad_step = trainer.guard.first_bad_step()
         if bad_step is not None:
             return row | {"nonfinite_step": bad_step}
-        return row | {"test": asdict(evaluate(model, data.test(TEST_BATCH), config.precision))}
+        row["test"] = asdict(evaluate(model, data.test(TEST_BATCH), config.precision))
+        if done["sites"]:
+            high = _in_high_precision(run, model, data, device)
+            row["test_in_high_precision"] = asdict(evaluate(high, data.test(TEST_BATCH), config.precision))
+        return row
+
+
+def _in_high_precision(run: Run, model: Recommender, data: Dataset, device: torch.device) -> Recommender:
+    """What ``model`` has learned, without its 8 bits."""
+    plain, _ = prepare(replace(run, arm=replace(run.arm, kernel=None), plan=None), data, device)
+    plain.load_state_dict(model.state_dict())
+    return plain
 
 
 def prepare(run: Run, data: Dataset, device: torch.device) -> tuple[Recommender, dict[str, int]]:

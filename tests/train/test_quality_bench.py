@@ -71,6 +71,12 @@ class TestRuns:
         change = naive["test"]["log_loss"] / plain["test"]["log_loss"] - 1
         assert 1e-6 < abs(change) < 0.02
 
+        assert "test_in_high_precision" not in plain
+        assert exact["test_in_high_precision"]["log_loss"] == pytest.approx(exact["test"]["log_loss"], rel=1e-6)
+        rounding = naive["test"]["log_loss"] / naive["test_in_high_precision"]["log_loss"] - 1
+        assert 1e-6 < abs(rounding) < 0.02
+        assert naive["test_in_high_precision"]["log_loss"] != plain["test"]["log_loss"], "it is what 8 bits have learned"
+
     def test_the_trajectory_is_the_loss_of_examples_not_yet_learned_from(self, config):
         row = train_run(Run(config, Arm("plain")))
         model, _ = prepare(Run(config, Arm("plain")), dataset_of(config, CPU), CPU)
@@ -100,6 +106,12 @@ class TestCampaign:
             f"{min(changes):+.3f} / {statistics.fmean(changes):+.3f} / {max(changes):+.3f}"  # of two the median is the mean
         )
         assert f"{expected}{statistics.fmean(changes):+.3f} % ± {half:.3f} |  |  | {spread} |" in make_table(results)
+        in_full = {
+            row["seed"]: row["test_in_high_precision"]["log_loss"] for row in results.rows.values() if row["arm"] == "naive"
+        }
+        rounding = [100 * (loss["naive", seed] / in_full[seed] - 1) for seed in (0, 1)]
+        half = 12.706204736 * statistics.stdev(rounding) / math.sqrt(2)
+        assert f"| {spread} | {statistics.fmean(rounding):+.3f} % ± {half:.3f} |" in make_table(results)
 
         reopened = GatheredResults("", "quality", current_environment(device_of(CPU)), "again", results.json_path)
         said.clear()
