@@ -23,7 +23,7 @@ from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losse
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
 from loka.nn.weight_casts import recast_after_step
 
-MAX_GRADIENT_CHANGE = 0.5  # ten layers in e4m3 come to 0.2, a gradient that is lost to 1
+MAX_GRADIENT_CHANGE = 0.7  # ten wide layers in e4m3 come to 0.2, seventeen narrow ones to 0.3, a gradient that is lost to 1
 GRADIENT_BATCHES = 2
 SLOW_SHARE = 4  # where a plan is too slow one in so many sites goes at once: a compiled model compiles again every time
 
@@ -80,7 +80,7 @@ def check_plan(
 
     It passes when rounding costs at most ``max_loss_change`` of the loss, relatively, and the loss on these batches has not
     surely risen by more (see ``loka.dispatch.loss_change``), when in training no parameter's gradients are off by more than
-    half their size, and when a step (forward, backward and the casts of weights for a training plan, forward for serving) is
+    70 % of their size, and when a step (forward, backward and the casts of weights for a training plan, forward for serving) is
     at least ``min_speedup`` times as fast. Loss decides first: the sites that harm most by themselves go, and of them fprop
     alone where 8 bits in the gradients are worth it by themselves. Then gradients, of the model as it is compiled: what
     rounding does to them the plan's limit at each role holds, and this that they arrive. Then time: a quarter of the sites in
