@@ -10,7 +10,7 @@ from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
-from loka.core.recipe import Format
+from loka.core.recipe import Accumulation, Format
 from loka.core.survey import BlockCandidate, Candidate
 
 METRIC = "mere_floored"
@@ -46,6 +46,13 @@ def why_deaf(candidate: Candidate | BlockCandidate) -> str | None:
         return f"its cast of x flushes {candidate.silenced:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
     if _keeps_rows_apart_in_fp8(candidate) and candidate.flushed > MAX_FLUSHED:
         return f"its casts flush {candidate.flushed:.0%} of the values to zero, over {MAX_FLUSHED:.0%}"
+    return None
+
+
+def why_biased(candidate: Candidate) -> str | None:
+    """Why a gradient of weights may not be summed so: over the steps of training errors of rounding cancel, a bias adds up."""
+    if candidate.role is Role.WGRAD and candidate.recipe.endswith(f" {Accumulation.FAST}"):
+        return "sums a batch in the tensor core's own 14 bits and cuts off the rest: a bias, which adds up over steps"
     return None
 
 

@@ -9,7 +9,7 @@ from loka.core.plan import Goal, Refusal
 from loka.core.recipe import Transform
 from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Times
 from loka.planner.costs import HIGH_PRECISION, ROLES, SiteCosts, rows_by_measured
-from loka.planner.limits import Limits, why_deaf
+from loka.planner.limits import Limits, why_biased, why_deaf
 
 Kernels = dict[Role, Candidate]
 ByRole = dict[Role, list[Candidate]]
@@ -54,7 +54,9 @@ def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list
     for candidate in costs.site.candidates:
         if candidate.role not in ROLES[costs.goal] or candidate.kernel == costs.site.baseline:
             continue
-        why = candidate.why_not or limits.why_not(candidate.role, candidate.error) or why_deaf(candidate)
+        why = (
+            candidate.why_not or limits.why_not(candidate.role, candidate.error) or why_deaf(candidate) or why_biased(candidate)
+        )
         why = why or costs.why_not_timed(candidate)
         if candidate.role not in qualified:
             why = why or f"{costs.site.baseline} was not timed at {candidate.role}, so there is nothing to compare with"

@@ -259,6 +259,24 @@ def test_a_gradient_that_is_cast_to_zeros_is_refused_where_rows_stay_apart(recip
     assert [role for role in Role if one.kernels[role].kernel == "a.one"] == [role for role in forms if role not in refused]
 
 
+def test_gradients_of_weights_are_summed_in_full() -> None:
+    """Whatever the error: in the demo's survey on an H200 that of wgrad at one site was three times as large by a fast sum."""
+    forms = {Role.FPROP: ("row", "w"), Role.DGRAD: ("dy", "wᵀ"), Role.WGRAD: ("dyᵀ", "rowᵀ")}
+    low = [
+        candidate(f"a.{name}", role, {M: us}, forms=forms[role], recipe=recipe)
+        for role in Role
+        for name, us, recipe in (("fast", 10.0, "e4m3 rowwise fast"), ("full", 11.0, "e4m3 rowwise"))
+    ]
+    tensors = (TensorName.X, TensorName.W, TensorName.DY, TensorName.W, TensorName.DY, TensorName.X)
+    read = [form for of_role in forms.values() for form in of_role]
+    casts = tuple(single(tensor, form, 1.0) for tensor, form in zip(tensors, read, strict=True))
+    one = plan_of(site("s", (*baseline(ALL_ROLES), *low), casts))
+    assert [one.kernels[role].kernel for role in Role] == ["a.fast", "a.fast", "a.full"]
+    (refusal,) = [refusal for refusal in one.refused if refusal.role is Role.WGRAD]
+    assert refusal.kernel == "a.fast"
+    assert refusal.reason.startswith("sums a batch in the tensor core's own 14 bits")
+
+
 def test_of_kernels_with_the_same_casts_the_faster_wins() -> None:
     casts = (single(TensorName.X, "row", 1.0),)
     slow, fast = (
