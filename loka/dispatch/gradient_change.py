@@ -1,4 +1,4 @@
-"""What a plan does to the gradients of a model: how far each parameter's are from high precision's on the same batches.
+"""What a plan does to the gradients of a model: how far they are from high precision's on the same batches.
 
 A kernel may be right in forward and still spoil what is learned, by its own gradients or by what torch.compile makes of them.
 Rounding puts gradients off by a few percent a layer, in no direction; what is off by as much as it is large has lost them.
@@ -12,26 +12,33 @@ from typing import NamedTuple
 from torch import Tensor
 
 Gradients = Mapping[str, Tensor]  # by parameter
-NEGLIGIBLE = 1e-6  # of the whole gradient: a parameter that has less learns nothing from these batches
+NEGLIGIBLE = 1e-6  # of the whole gradient: what has less learns nothing from these batches
 
 
 class GradientChange(NamedTuple):
-    """Of the parameter whose gradients are furthest off: by how much of their size, inf where they are no numbers."""
+    """Of the module whose gradients are furthest off: by how much of their size, inf where they are no numbers."""
 
     error: float
-    parameter: str
+    module: str
 
 
 def gradient_change(pairs: Iterable[tuple[Gradients, Gradients]]) -> GradientChange:
-    """From the gradients of each batch by the plan and in high precision; no change where there are none."""
+    """From the gradients of each batch by the plan and in high precision; no change where there are none.
+
+    The parameters of a module are judged together: a bias in front of a norm that takes its mean away has a gradient of 0, and
+    what is left of it after rounding is noise in either. What is no number in high precision judges nobody.
+    """
     errors: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)
     for planned, high in pairs:
         for name, gradient in high.items():
             size = float(gradient.float().square().sum())
-            sizes[name] += size
-            errors[name] += float((planned[name].float() - gradient.float()).square().sum()) if name in planned else size
+            if not math.isfinite(size):
+                continue
+            module = name.rpartition(".")[0]
+            sizes[module] += size
+            errors[module] += float((planned[name].float() - gradient.float()).square().sum()) if name in planned else size
     whole = sum(sizes.values())
-    off = {name: math.sqrt(errors[name] / size) for name, size in sizes.items() if size > NEGLIGIBLE**2 * whole}
-    changes = [GradientChange(math.inf if math.isnan(error) else error, name) for name, error in off.items()]
+    off = {module: math.sqrt(errors[module] / size) for module, size in sizes.items() if size > NEGLIGIBLE**2 * whole}
+    changes = [GradientChange(math.inf if math.isnan(error) else error, module) for module, error in off.items()]
     return max(changes, default=GradientChange(0.0, ""))

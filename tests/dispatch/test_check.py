@@ -127,12 +127,50 @@ def test_a_site_that_loses_gradients_is_given_back_however_right_its_outputs_are
     first, last = checked.rounds
     assert first.gradients is not None
     assert first.gradients.error == pytest.approx(1, abs=1e-6)
-    assert first.gradients.parameter.startswith("bottom."), "what lies in front of the site learns nothing"
+    assert first.gradients.module == "bottom", "what lies in front of the site learns nothing"
     assert last.gradients is not None
     assert 0.02 < last.gradients.error < 0.3
     reason = next(site.reason for site in checked.plan.sites if site.site == "top.0")
-    assert "off by 100% of their size, and this site by itself those of bottom." in reason
+    assert "off by 100% of their size, and this site by itself those of bottom by 100%" in reason
     assert f"gradients at most {last.gradients.error:.0%} off" in str(checked)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_must_reach_what_lies_in_front_of_the_model(sparse: bool) -> None:
+    table = nn.Embedding(50, 24, sparse=sparse)
+    ids = [torch.randint(50, (64,), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    forgetful = SiteKernels("reference.rowwise", _LosesWhatItIsGiven.name, "reference.rowwise")
+    KERNELS.add(_LosesWhatItIsGiven.name, _LosesWhatItIsGiven())
+    try:
+        plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE) | {"bottom": forgetful})
+        checked = loka.check_plan(
+            tower(),
+            plan,
+            ids,
+            loss=lambda m, x: 1 + m(table(x)).square().mean(),
+            max_loss_change=1.0,
+            min_speedup=0.0,
+            repeats=1,
+        )
+    finally:
+        KERNELS.remove(_LosesWhatItIsGiven.name)
+    assert checked.given_back == ("bottom",)
+    reason = next(site.reason for site in checked.plan.sites if site.site == "bottom")
+    assert "gradients of the tensor of (50, 24) in front of the model off by 100%" in reason
+    assert table.weight.grad is None
+
+
+def test_rounds_do_not_change_what_the_next_one_reads() -> None:
+    """A pass in training moves the statistics of a BatchNorm: an empty plan at the end of many rounds changes nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    plan = plan_for(model, {"0": ROWWISE, "3": ROWWISE})
+    batches = [3 + 2 * one for one in BATCHES]  # far from the statistics that a BatchNorm begins with
+    checked = loka.check_plan(
+        model, plan, batches, loss=lambda m, x: 1 + m(x).square().mean(), max_loss_change=1.0, min_speedup=1e9, repeats=2
+    )
+    assert len(checked.rounds) == 3
+    assert checked.rounds[-1].change.whole == 0
 
 
 def test_a_limit_that_nothing_meets_gives_all_back_worst_first() -> None:
