@@ -201,7 +201,7 @@ class _Trial:
         self.model.train()
         with torch.random.fork_rng(), torch.enable_grad():
             self.loss(self.model, batch).backward()
-        names = {parameter: name for name, parameter in unwrapped(self.model).named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(self.model).named_parameters()}
         gradients = {}
         for tensor in self.learned:
             outside = (

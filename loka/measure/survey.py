@@ -29,7 +29,7 @@ from loka.measure.trial import (
     Trial,
     children_for,
     needs_trial,
-    one_triton,
+    one_triton_cache,
     try_kernels,
 )
 
@@ -55,7 +55,7 @@ def measure(
     names = chosen_kernels(record, kernels, where)
     environment = current_environment(device_of(where))
     partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
-    with progress or Silent() as shown, one_triton(where.type):
+    with progress or Silent() as shown, one_triton_cache(where.type):
         document = _measure(record, names, where, environment, partial, shown)
     survey = Survey(document, _vectors(record, document))
     if out is not None:

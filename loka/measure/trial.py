@@ -13,8 +13,9 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
+from typing import Any
 
 import msgspec
 
@@ -89,27 +90,12 @@ def children_for(device_type: str) -> int:
 
 
 @contextmanager
-def one_triton(device_type: str) -> Iterator[None]:
-    """Triton's cache of compiled kernels, and its assembler, held as they are for this process and its children.
-
-    torch.compile gives a process others when it first compiles something there (its own folder, CUDA 13's ptxas for Triton's
-    12.8): then what children have compiled, their parent does not find, or as another assembler's, and compiles again.
-    """
-    if device_type != "cuda":
+def one_triton_cache(device_type: str) -> Iterator[None]:
+    """Triton's cache of compiled kernels held where it is, for this process and its children: torch.compile moves it to its own
+    folder, in each process when that first compiles something, and what one had compiled the others would not find."""
+    knobs = _triton_knobs(device_type)
+    with nullcontext() if knobs is None else _environment(TRITON_CACHE_DIR=knobs.cache.dir):
         yield
-        return
-    from triton import knobs
-
-    before = {name: os.environ.get(name) for name in ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")}
-    os.environ.update(TRITON_CACHE_DIR=knobs.cache.dir, TRITON_PTXAS_PATH=knobs.nvidia.ptxas.path)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTrial, str]:
@@ -117,9 +103,39 @@ def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTri
 
     What failed for want of memory or time while others ran beside it is tried again alone.
     """
-    failures = _try_all(list(trials), children)
-    crowded = [trial for trial, why in failures.items() if children > 1 and _is_of_crowding(why)]
-    return {trial: why for trial, why in failures.items() if trial not in crowded} | _try_all(crowded, 1)
+    todo = list(trials)
+    knobs = _triton_knobs(todo[0].device) if todo else None
+    # torch.compile hands Triton another assembler in the process that it compiles in, as children do and this one does not:
+    # then kernels of the one are not those of the other.
+    with nullcontext() if knobs is None else _environment(TRITON_PTXAS_PATH=knobs.nvidia.ptxas.path):
+        failures = _try_all(todo, children)
+        crowded = [trial for trial, why in failures.items() if children > 1 and _is_of_crowding(why)]
+        return {trial: why for trial, why in failures.items() if trial not in crowded} | _try_all(crowded, 1)
+
+
+def _triton_knobs(device: str) -> Any:
+    """Triton's settings, or None where there is no GPU or no Triton."""
+    if not device.startswith("cuda"):
+        return None
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
+    return knobs
+
+
+@contextmanager
+def _environment(**held: str) -> Iterator[None]:
+    """Variables that children get too, and behind the block are what they were."""
+    before = {name: os.environ.get(name) for name in held}
+    os.environ.update(held)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _is_of_crowding(why: str) -> bool:

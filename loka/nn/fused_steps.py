@@ -124,8 +124,8 @@ def forward_block(
         is_u = spec.activation == "none" and saved_dtype is CODES_DTYPE
         wanted = Wanted(high, codes and not is_u, transposed, saved_dtype)
     m, n, k = x.codes_MK.shape[0], codes_NK.shape[0], spec.in_features
-    if spec.blocks is not None and bias_N is None and _is_for_cublas(n, k):
-        z_MN = _product(x.codes_MK, x.scale_M, codes_NK, scale_N, (m, n, k), torch.bfloat16, x.factor)
+    if spec.blocks is not None and bias_N is None and is_promoted(k) and _is_for_cublas(x.codes_MK, n, k):
+        z_MN = _product(x.codes_MK, x.scale_M, codes_NK, scale_N, (m, n, k), torch.bfloat16, x.factor, promoted=True)
         out = norm_forward(z_MN, spec.blocks, spec.eps, spec.activation, wanted)
     else:
         out = block_forward(
@@ -148,28 +148,33 @@ def backward_block(
         dz.dz_MN, _rowwise(m, n) if needs.x else Target.none(), _rowwise(n, m) if needs.weight else Target.none(), dz.amax
     )
     dx_MK = dw_NK = None
-    if needs.weight:
-        dw_NK = _product(codes_NM, scale_N, saved.x_codes_KM, saved.x_scale_K, (n, k, m), weight_dtype, x_factor)
+    if needs.weight:  # always in full: a fast sum over a batch is biased, and a bias adds up over steps
+        sizes = (n, k, m)
+        dw_NK = _product(codes_NM, scale_N, saved.x_codes_KM, saved.x_scale_K, sizes, weight_dtype, x_factor, promoted=True)
     if needs.x:
-        dx_MK = _product(codes_MN, scale_M, codes_KN, scale_K, (m, k, n), x_dtype)
+        dx_MK = _product(codes_MN, scale_M, codes_KN, scale_K, (m, k, n), x_dtype, promoted=is_promoted(n))
     return Gradients(dx_MK, dw_NK, dz.bias_N if needs.bias else None)
 
 
-def _is_for_cublas(n: int, k: int) -> bool:
-    """Where a long contraction asks for full sums cuBLAS is faster than a kernel of ours, a pass for the norm included: at
+def _is_for_cublas(codes: Tensor, n: int, k: int) -> bool:
+    """Whether it takes the product. For full sums it is faster than a kernel of ours, a pass for the norm included: at
     2048×8192×4096 114 µs against 158 on an H200."""
-    return is_promoted(k) and n % 16 == 0 and k % 16 == 0
+    return _has_cublas(codes) and n % 16 == 0 and k % 16 == 0
+
+
+def _has_cublas(codes: Tensor) -> bool:
+    return codes.is_cuda
 
 
 def _product(
     a_codes: Tensor, a_scale: Tensor | None, b_codes: Tensor, b_scale: Tensor | None, sizes: tuple[int, int, int],
-    out_dtype: torch.dtype, factor: float = 1.0,
+    out_dtype: torch.dtype, factor: float = 1.0, *, promoted: bool,
 ) -> Tensor:  # fmt: skip
-    """a·bᵀ·``factor`` of ``sizes`` (m, n, k), each operand with a scale a row or none."""
+    """a·bᵀ·``factor`` of ``sizes`` (m, n, k), each operand with a scale a row or none; summed in full where ``promoted``."""
     m, n, k = sizes
-    if not _is_for_cublas(n, k):
+    if not promoted or not _is_for_cublas(a_codes, n, k):
         assert a_scale is not None
-        return gemm(a_codes, b_codes, a_scale, b_scale, m, n, k, out_dtype=out_dtype, promoted=is_promoted(k), b_factor=factor)
+        return gemm(a_codes, b_codes, a_scale, b_scale, m, n, k, out_dtype=out_dtype, promoted=promoted, b_factor=factor)
     scale_m = torch.full((m, 1), factor, device=a_codes.device) if a_scale is None else factor * a_scale.reshape(m, 1)
     scale_n = torch.ones((1, n), device=a_codes.device) if b_scale is None else b_scale.reshape(1, n)
     return torch._scaled_mm(a_codes[:, :k], b_codes[:, :k].t(), scale_m, scale_n, out_dtype=out_dtype, use_fast_accum=False)

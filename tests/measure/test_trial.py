@@ -1,7 +1,6 @@
 """Trials shared out among several children: each problem once, a kernel that takes its child down never again."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -32,7 +31,7 @@ from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.survey import _kernel_trials, measure
-from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, one_triton, try_kernels
+from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial, one_triton_cache, try_kernels
 from loka.measure.trial_child import run
 from loka.numerics.metrics import measure_error
 
@@ -230,26 +229,31 @@ def test_what_errors_are_taken_from_is_tried_too(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("is_set", [False, True])
-def test_children_and_their_parent_compile_alike_whatever_torch_does(is_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_compile_as_their_parent_does_whatever_torch_sets(is_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile sets what is not set, in every process by itself."""
     names = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     expected = [knobs.cache.dir, knobs.nvidia.ptxas.path]
     if is_set:
-        expected = ["/somewhere", expected[1]]  # an assembler must be there to be believed
+        expected[0] = "/somewhere"  # an assembler must be there to be believed
         for name, value in zip(names, expected, strict=True):
             monkeypatch.setenv(name, value)
-    child = [sys.executable, "-c", f"import os; print(*(os.environ.get(name) for name in {names}))"]
-    with one_triton("cuda"):
-        for name in names:
-            os.environ.setdefault(name, "torch's own")
-        assert [knobs.cache.dir, knobs.nvidia.ptxas.path] == expected
-        assert subprocess.run(child, capture_output=True, text=True, check=True).stdout.split() == expected
+    seen: list[list[str | None]] = []
+    monkeypatch.setattr(
+        module, "_try_all", lambda trials, children: seen.append([os.environ.get(name) for name in names]) or {}
+    )
+    with one_triton_cache("cuda"):
+        try_kernels([msgspec.structs.replace(problem("reference.rowwise"), device="cuda:0")])
+        os.environ.pop(names[0])  # whatever becomes of it
+    assert seen == [expected, expected]  # once in company, once alone
     assert [os.environ.get(name) for name in names] == (expected if is_set else [None, None])
 
 
-def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("without", ["a GPU", "Triton"])
+def test_nothing_is_held_without(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    with one_triton("cpu"):
+    if without == "Triton":
+        monkeypatch.setitem(sys.modules, "triton", None)
+    with one_triton_cache("cpu" if without == "a GPU" else "cuda"):
         assert "TRITON_CACHE_DIR" not in os.environ

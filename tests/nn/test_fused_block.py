@@ -110,6 +110,23 @@ def test_error_is_that_of_casting_separately(
     check(FusedChain([make_block(k, n, activation=activation, block=block)]), m, fused_on)
 
 
+def test_gradients_of_weights_are_summed_in_full(emulated: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few rows there are; the other products are short."""
+    summed: dict[int, bool] = {}  # by the rows of the output
+
+    def noted(
+        a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, m: int, *sizes: int, promoted: bool, **options: Any
+    ) -> Tensor:
+        summed[m] = promoted
+        return gemm(a, b, a_scale, b_scale, m, *sizes, promoted=promoted, **options)
+
+    gemm = fused_steps.gemm
+    monkeypatch.setattr(fused_steps, "gemm", noted)
+    torch.manual_seed(0)
+    check(FusedChain([make_block(64, 288)]), 128, emulated)
+    assert summed == {288: True, 128: False}  # dw, dx
+
+
 def _cpu_multiplies_with_row_scales() -> bool:
     codes, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
     try:
@@ -124,6 +141,7 @@ def _cpu_multiplies_with_row_scales() -> bool:
 def test_long_contractions_go_through_cublas(emulated: torch.device, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if they began at 32: products of both directions, the norm's pass behind forward's, and none where there is a bias."""
     monkeypatch.setattr("loka.nn.fused_steps.is_promoted", lambda contraction: contraction >= 32)
+    monkeypatch.setattr("loka.nn.fused_steps._has_cublas", lambda codes: True)
     multiply, shapes = torch._scaled_mm, []
     monkeypatch.setattr(
         torch,
