@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.core.gemm import SOURCES
-from loka.core.plan import Goal
+from loka.core.plan import Goal, Plan
 from loka.core.survey import CastTime, SiteSurvey, Survey
 from loka.data.batch import Batch
 from loka.dispatch.check import check_plan
@@ -76,7 +76,13 @@ def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = Non
             checked = check_plan(model.dense_part, plan, kept, loss=loss, min_speedup=0.0, repeats=1, example=example)
             plan, words = checked.plan, str(checked)
     plan.save(folder)
-    return words
+    return f"{words}; {_rounded(plan)}"
+
+
+def _rounded(plan: Plan) -> str:
+    """How much of the plan is in 8 bits: what no kernel was accurate enough for, or none was given, stays out."""
+    roles = [site.block is not None or choice.error is not None for site in plan.sites for choice in site.kernels.values()]
+    return f"{sum(roles)} of {len(roles)} products in 8 bits"
 
 
 def log_loss_of(model: Recommender, precision: Precision) -> Callable[[nn.Module, Batch], Tensor]:

@@ -33,6 +33,7 @@ from loka.train.trainer import Trainer
 POINTS = 100  # of a run's trajectory
 TEST_BATCH = 4096
 MODS_AS_OF = 2  # since no_bias leaves alone the layers that read the model's inputs: another model than before
+PLANS_AS_OF = 2  # since wgrad is summed in full and dgrad may lose no values: other kernels than before
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,13 @@ class Run:
         """What decides the run's numbers, as a results file gives it back."""
         device_type = self.config.device.partition(":")[0]
         mods = {"mods_as_of": MODS_AS_OF} if self.arm.mods else {}
-        return {**self.config.identity(device_type), **mods, "arm": json.loads(json.dumps(asdict(self.arm)))}
+        plans = {"plans_as_of": PLANS_AS_OF} if self.arm.is_planned else {}
+        return {**self.config.identity(device_type), **mods, **plans, "arm": json.loads(json.dumps(asdict(self.arm)))}
 
 
 def train_run(run: Run) -> dict[str, Any]:
-    """Train and test once, in 8 bits and, where there are some, what they have learned without them too. A loss that is not
-    finite ends the run: ``nonfinite_step`` says when, and there is no ``test``."""
+    """Train and test once; a model in 8 bits is tested a second time with the same weights in high precision. A loss that is
+    not finite ends the run: ``nonfinite_step`` says when, and there is no ``test``."""
     config = run.config
     device = resolve_device(config.device, config.precision)
     data = dataset_of(config, device)

@@ -17,7 +17,7 @@ from loka.core.results import GatheredResults, markdown_table
 from loka.train.config import TrainConfig
 from loka.train.jobs import run_jobs
 from loka.train.line_chart import Line, line_chart
-from loka.train.paired import Run, change_in_percent, changes_in_percent, describe_change, train_run
+from loka.train.paired import PLANS_AS_OF, Run, change_in_percent, changes_in_percent, describe_change, train_run
 from loka.train.quality_settings import SETTINGS, arms_on
 
 # Arms that a change is taken from: fp32; bf16; and, for arms with Mods, the same Mods in high precision.
@@ -27,7 +27,7 @@ NOTES = (
     "and a change whose interval leaves out 0 is called worse or better. What bf16 does to fp32 is the measure of harmless. "
     "Mods alone: the same model in high precision, with the Mods LoKA makes by default. Single seeds: the smallest change, the "
     "median and the largest against the last of these columns that is filled; where one seed is far off, the median says more. "
-    "Of it rounding: what the same weights cost in 8 bits more than in high precision; the rest was learned."
+    "Rounding alone: what the weights that were learned cost more in 8 bits than in high precision."
 )
 
 
@@ -123,7 +123,7 @@ def _jobs(campaign: Campaign, results: GatheredResults) -> Iterator[_Job]:
                     arm = replace(arm, name="-".join((arm.name, *campaign.kernels)))
                 run = Run(replace(config, precision=arm.precision), arm)
                 if arm.is_planned:
-                    run = replace(run, plan=str(plans / f"{training}-{arm.name}".replace("/", "-")))
+                    run = replace(run, plan=str(plans / f"{training}-{arm.name}-{PLANS_AS_OF}".replace("/", "-")))
                 yield _Job(f"{training}/{arm.name}/{seed}", training, run)
 
 
@@ -158,7 +158,7 @@ def by_setting(results: GatheredResults) -> dict[str, Runs]:
 
 def make_table(results: GatheredResults) -> str:
     bases = {BASE: "against fp32", BF16: "against bf16", HIGH_MODS: "against Mods alone"}
-    header = ["setting", "arm", "seeds", "log-loss", *bases.values(), "single seeds", "of it rounding", "8-bit sites"]
+    header = ["setting", "arm", "seeds", "log-loss", *bases.values(), "single seeds", "rounding alone", "8-bit sites"]
     rows = []
     for setting, runs in by_setting(results).items():
         losses = {arm: _losses(of_arm) for arm, of_arm in runs.items()}

@@ -253,7 +253,7 @@ class TestPlannedArms:
         campaign = replace(campaign, arms=["fp32", "loka-without-check"], seeds=[0], overrides=small)
         for kernel in ("reference.rowwise", "reference.tensorwise"):
             run_campaign(replace(campaign, kernels=[kernel]), results, say=lambda _: None)
-            (folder,) = results.json_path.with_name(f"{results.json_path.stem}-plans").glob(f"*-loka-without-check-{kernel}")
+            (folder,) = results.json_path.with_name(f"{results.json_path.stem}-plans").glob(f"*-loka-without-check-{kernel}-*")
             used = {choice.kernel for site in Plan.load(folder).sites for choice in site.kernels.values()}
             assert used - {"torch.fp32"} == {kernel}
         arms = ["fp32", "loka-without-check-reference.rowwise", "loka-without-check-reference.tensorwise"]

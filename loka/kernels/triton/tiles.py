@@ -118,7 +118,7 @@ class NormBlocks:
 NARROWEST_TILE = 32
 WIDEST_TILE = 256  # a norm block must lie in a tile whole
 E4M3_MAX = 448.0
-PROMOTED_FROM = 8192  # a shorter contraction loses nothing that shows beside the rounding of its operands; wgrad is promoted always
+PROMOTED_FROM = 8192  # a shorter contraction loses nothing that shows beside its operands' rounding; wgrad is promoted always
 # Fewer warps were faster on an H200, and larger tiles halve the loads; but the more forms of its result a program writes, the
 # more registers it needs, and promoted sums need them twice.
 _BLOCK, _WIDE_BLOCK = Tiles(64, 256, 128, warps=4, stages=3), Tiles(128, 256, 128, warps=8, stages=3)
