@@ -5,13 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from emulated_block import emulate
 from plans import ROWWISE, batch, plan_for, tower
 from torch import Tensor, nn
 
 import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
-from loka.core.plan import Choice, ExactForward, Goal, Plan
+from loka.core.plan import BlockPlan, Choice, ExactForward, Goal, Plan
 from loka.dispatch.check import CheckedPlan
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
@@ -158,6 +159,29 @@ def test_gradients_must_reach_what_lies_in_front_of_the_model(sparse: bool) -> N
     reason = next(site.reason for site in checked.plan.sites if site.site == "bottom")
     assert "gradients of the tensor of (50, 24) in front of the model off by 100%" in reason
     assert table.weight.grad is None
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_blocks_are_checked_like_any_site(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of two, emulated: it holds the parameters of both, and hands codes from one to the other."""
+    emulate(monkeypatch)
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layers = [nn.Linear(24, 256, bias=False), loka.BlockNorm(256), nn.Hardswish()]
+    layers += [nn.Linear(256, 256, bias=False), loka.BlockNorm(256), nn.Hardswish(), nn.Linear(256, 1)]
+    model = nn.Sequential(*layers)
+    if is_compiled:
+        model.compile(backend="aot_eager")
+    blocks = {"0": BlockPlan("triton.block", "1", "2", False, None), "3": BlockPlan("triton.block", "4", "5", True, "0")}
+    plan = plan_for(model, blocks)
+    checked = loka.check_plan(
+        model, plan, BATCHES, loss=lambda m, x: 1 + m(x).square().mean(), max_loss_change=1.0, min_speedup=0.0, repeats=1
+    )
+    assert checked.given_back == ()
+    (only,) = checked.rounds
+    assert only.gradients is not None
+    assert 0.01 < only.gradients.error < 0.3
+    assert [type(layer) for layer in model] == [type(layer) for layer in layers]
 
 
 def test_rounds_do_not_change_what_the_next_one_reads() -> None:
