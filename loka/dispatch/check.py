@@ -23,9 +23,7 @@ from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losse
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
 from loka.nn.weight_casts import recast_after_step
 
-MAX_GRADIENT_CHANGE = (
-    0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a gradient that is lost is off by 1
-)
+MAX_GRADIENT_CHANGE = 0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a lost gradient is off by 1
 GRADIENT_BATCHES = 2
 SLOW_SHARE = 4  # where a plan is too slow one in so many sites goes at once: a compiled model compiles again every time
 
@@ -154,25 +152,18 @@ class _Trial:
 
     def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:
         """The change of loss with ``site`` alone in low precision."""
-        applied = self._apply(self._only(plan, site))
-        try:
+        with self._running(_only(plan, site)) as applied:
             return self._change(applied, high)
-        finally:
-            restore(self.model)
 
     def gradients_alone(self, plan: Plan, site: str) -> GradientChange:
         """The change of gradients with ``site`` alone in low precision."""
-        applied = self._apply(self._only(plan, site))
-        try:
+        with self._running(_only(plan, site)) as applied:
             return self._gradients(applied)
-        finally:
-            restore(self.model)
 
     def whole(self, plan: Plan, high: list[float], max_loss_change: float) -> Round:
         """The plan as it will run: its loss, where that is good its gradients, and where they are its time. A compiled model is
         compiled for those."""
-        applied = self._apply(plan)
-        try:
+        with self._running(plan) as applied:
             change = self._change(applied, high)
             if applied.sites and not change.harm <= max_loss_change:
                 return Round(len(applied.sites), change, None, None)
@@ -180,8 +171,6 @@ class _Trial:
             if gradients is not None and gradients.error > MAX_GRADIENT_CHANGE:
                 return Round(len(applied.sites), change, gradients, None)
             return Round(len(applied.sites), change, gradients, self._speedup(applied))
-        finally:
-            restore(self.model)
 
     def _gradients(self, applied: AppliedPlan) -> GradientChange:
         """Beside high precision's, of the model as it trains: compiled if it is, with the same random numbers."""
@@ -202,19 +191,9 @@ class _Trial:
         with torch.random.fork_rng(), torch.enable_grad():
             self.loss(self.model, batch).backward()
         names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(self.model).named_parameters()}
-        gradients = {}
-        for tensor in self.learned:
-            outside = (
-                f"the tensor of {tuple(tensor.shape)} in front of the model.{id(tensor)}"  # as a module's parameter is named
-            )
-            if tensor.grad is not None:
-                gradients[names.get(tensor, outside)] = _values(tensor.grad)
+        gradients = {names.get(tensor) or _name_in_front(tensor): _values(tensor) for tensor in self.learned}
         _drop_gradients(self.learned)
-        return gradients
-
-    def _only(self, plan: Plan, site: str) -> Plan:
-        others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
-        return plan.giving_back(others)
+        return {name: values for name, values in gradients.items() if values is not None}
 
     def _speedup(self, applied: AppliedPlan) -> float:
         """Of a step by the plan over one in high precision, taken in turns."""
@@ -243,8 +222,13 @@ class _Trial:
         modules = [applied.module(site) for site in applied.sites]
         return change_of(*losses_both_ways(self.model, modules, self.batches, self.loss), high)
 
-    def _apply(self, plan: Plan) -> AppliedPlan:
-        return apply_plan(self.model, plan, on_missing=self.on_missing, example=self.example)
+    @contextmanager
+    def _running(self, plan: Plan) -> Iterator[AppliedPlan]:
+        applied = apply_plan(self.model, plan, on_missing=self.on_missing, example=self.example)
+        try:
+            yield applied
+        finally:
+            restore(self.model)
 
     def _pass_us(self) -> float:
         """The time of a step, over one pass through the batches."""
@@ -300,9 +284,22 @@ def _leaves_of(root: Node | None) -> set[Tensor]:
     return leaves
 
 
-def _values(gradient: Tensor) -> Tensor:
-    """A copy; of a sparse gradient the values, whose places are the batch's."""
-    return gradient.coalesce().values().clone() if gradient.is_sparse else gradient.clone()
+def _only(plan: Plan, site: str) -> Plan:
+    """The plan with ``site`` alone in low precision."""
+    others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
+    return plan.giving_back(others)
+
+
+def _name_in_front(tensor: Tensor) -> str:
+    """Of what is no parameter of the model: named like one, of a module that says what it is."""
+    return f"the tensor of {tuple(tensor.shape)} in front of the model.{id(tensor)}"
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    """A copy of its gradient, if it has one; of a sparse one the values, whose places are the batch's."""
+    if tensor.grad is None:
+        return None
+    return tensor.grad.coalesce().values().clone() if tensor.grad.is_sparse else tensor.grad.clone()
 
 
 def _drop_gradients(tensors: Iterable[Tensor]) -> None:

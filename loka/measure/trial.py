@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
@@ -94,7 +94,7 @@ def one_triton_cache(device_type: str) -> Iterator[None]:
     """Triton's cache of compiled kernels held where it is, for this process and its children: torch.compile moves it to its own
     folder, in each process when that first compiles something, and what one had compiled the others would not find."""
     knobs = _triton_knobs(device_type)
-    with nullcontext() if knobs is None else _environment(TRITON_CACHE_DIR=knobs.cache.dir):
+    with _environment({"TRITON_CACHE_DIR": knobs.cache.dir} if knobs else {}):
         yield
 
 
@@ -107,7 +107,7 @@ def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTri
     knobs = _triton_knobs(todo[0].device) if todo else None
     # torch.compile hands Triton another assembler in the process that it compiles in, as children do and this one does not:
     # then kernels of the one are not those of the other.
-    with nullcontext() if knobs is None else _environment(TRITON_PTXAS_PATH=knobs.nvidia.ptxas.path):
+    with _environment({"TRITON_PTXAS_PATH": knobs.nvidia.ptxas.path} if knobs else {}):
         failures = _try_all(todo, children)
         crowded = [trial for trial, why in failures.items() if children > 1 and _is_of_crowding(why)]
         return {trial: why for trial, why in failures.items() if trial not in crowded} | _try_all(crowded, 1)
@@ -125,7 +125,7 @@ def _triton_knobs(device: str) -> Any:
 
 
 @contextmanager
-def _environment(**held: str) -> Iterator[None]:
+def _environment(held: Mapping[str, str]) -> Iterator[None]:
     """Variables that children get too, and behind the block are what they were."""
     before = {name: os.environ.get(name) for name in held}
     os.environ.update(held)

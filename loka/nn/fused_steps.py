@@ -149,8 +149,9 @@ def backward_block(
     )
     dx_MK = dw_NK = None
     if needs.weight:  # always in full: a fast sum over a batch is biased, and a bias adds up over steps
-        sizes = (n, k, m)
-        dw_NK = _product(codes_NM, scale_N, saved.x_codes_KM, saved.x_scale_K, sizes, weight_dtype, x_factor, promoted=True)
+        dw_NK = _product(
+            codes_NM, scale_N, saved.x_codes_KM, saved.x_scale_K, (n, k, m), weight_dtype, x_factor, promoted=True
+        )  # fmt: skip
     if needs.x:
         dx_MK = _product(codes_MN, scale_M, codes_KN, scale_K, (m, k, n), x_dtype, promoted=is_promoted(n))
     return Gradients(dx_MK, dw_NK, dz.bias_N if needs.bias else None)

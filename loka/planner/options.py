@@ -54,10 +54,8 @@ def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list
     for candidate in costs.site.candidates:
         if candidate.role not in ROLES[costs.goal] or candidate.kernel == costs.site.baseline:
             continue
-        why = (
-            candidate.why_not or limits.why_not(candidate.role, candidate.error) or why_deaf(candidate) or why_biased(candidate)
-        )
-        why = why or costs.why_not_timed(candidate)
+        why = candidate.why_not or limits.why_not(candidate.role, candidate.error)
+        why = why or why_deaf(candidate) or why_biased(candidate) or costs.why_not_timed(candidate)
         if candidate.role not in qualified:
             why = why or f"{costs.site.baseline} was not timed at {candidate.role}, so there is nothing to compare with"
         if why:

@@ -98,7 +98,7 @@ def run_campaign(
         say(f"{len(jobs) - n_done} runs left for the next call: the time budget is spent")
 
 
-def _do(task: "_Job | _PlanJob") -> Any:
+def _do(task: _Job | _PlanJob) -> Any:
     """A run's row, or a line about the plan that was made."""
     if isinstance(task, _PlanJob):
         from loka.train.loka_plan import make_plan_for  # loads all stages of LoKA, which the other arms do without
@@ -167,11 +167,11 @@ def make_table(results: GatheredResults) -> str:
             seeds = f"{len(of_arm)}, {bad} not finite" if bad else str(len(of_arm))
             mean = f"{statistics.fmean(losses[arm].values()):.5f}" if losses[arm] else ""
             first = next(iter(of_arm.values()))
-            compared = {base for base in bases if base != arm and (base != HIGH_MODS or first["config"]["arm"]["mods"])}
-            others = {base: losses.get(base, {}) if base in compared else {} for base in bases}
-            cells = [describe_change(change_in_percent(losses[arm], other)) for other in others.values()]
-            nearest = [changes for other in others.values() if (changes := changes_in_percent(losses[arm], other))]
-            cells.append(_spread(nearest[-1]) if nearest else "")
+            compared = [base for base in bases if base != arm and (base != HIGH_MODS or first["config"]["arm"]["mods"])]
+            others = [losses.get(base, {}) if base in compared else {} for base in bases]
+            cells = [describe_change(change_in_percent(losses[arm], other)) for other in others]
+            changes = [change for other in others if (change := changes_in_percent(losses[arm], other))]
+            cells.append(_spread(changes[-1]) if changes else "")
             cells.append(describe_change(change_in_percent(losses[arm], _losses(of_arm, "test_in_high_precision"))))
             rows.append([setting, arm, seeds, mean, *cells, str(first["sites"])])
     return markdown_table(header, rows)
