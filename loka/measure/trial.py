@@ -18,11 +18,13 @@ from threading import Lock
 from typing import Any
 
 import msgspec
+import torch
 
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Transform
 from loka.kernels.contract import KERNELS
+from loka.kernels.device import device_of
 from loka.measure.block_parts import BlockShape
 
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
@@ -105,9 +107,7 @@ def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTri
     """
     todo = list(trials)
     knobs = _triton_knobs(todo[0].device) if todo else None
-    # torch.compile hands Triton another assembler in the process that it compiles in, as children do and this one does not:
-    # then kernels of the one are not those of the other.
-    with _environment({"TRITON_PTXAS_PATH": knobs.nvidia.ptxas.path} if knobs else {}):
+    with _environment({"TRITON_PTXAS_PATH": _assembler(knobs, todo[0].device)} if knobs else {}):
         failures = _try_all(todo, children)
         crowded = [trial for trial, why in failures.items() if children > 1 and _is_of_crowding(why)]
         return {trial: why for trial, why in failures.items() if trial not in crowded} | _try_all(crowded, 1)
@@ -124,18 +124,41 @@ def _triton_knobs(device: str) -> Any:
     return knobs
 
 
+def _assembler(knobs: Any, device: str) -> str:
+    """The one whose version this process has in the names of its kernels, for children to find the same names.
+
+    torch.compile hands Triton another in each process that it compiles in, and Triton asks for the version once: here that
+    may have been before, in a child it will be behind.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    named = get_ptxas_version(device_of(torch.device(device)).sm)
+    path = knobs.nvidia.ptxas.path
+    with _environment({"TRITON_PTXAS_PATH": None}):  # then Triton takes its own
+        paths = (path, knobs.nvidia.ptxas.path)
+    return next((path for path in paths if _version(path) == named), path)
+
+
+def _version(assembler: str) -> str:
+    return subprocess.check_output([assembler, "--version"]).decode()
+
+
 @contextmanager
-def _environment(held: Mapping[str, str]) -> Iterator[None]:
-    """Variables that children get too, and behind the block are what they were."""
+def _environment(held: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables, None for one that is not set, that children get too and that behind the block are what they were."""
     before = {name: os.environ.get(name) for name in held}
-    os.environ.update(held)
+    _set_environment(held)
     try:
         yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _is_of_crowding(why: str) -> bool:

@@ -101,7 +101,7 @@ def test_trains_under_torchs_own_cuda_graphs() -> None:
         torch.compiler.reset()
         planned = model()
         loka.apply_plan(planned, mixed(planned))
-        optimizer = torch.optim.AdamW(planned.parameters(), lr=1e-2, fused=True)
+        optimizer = torch.optim.AdamW(planned.parameters(), lr=1e-4, fused=True)  # 1e-2 is chaotic, in fp32 too
         compiled = torch.compile(planned, fullgraph=True, mode=mode)
         losses[mode] = []
         for _ in range(steps):

@@ -1,10 +1,12 @@
 """Trials shared out among several children: each problem once, a kernel that takes its child down never again."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Barrier
 
 import msgspec
@@ -15,7 +17,7 @@ from stand_in_records import record_of, site_record
 from triton import knobs
 
 from loka.core.errors import KernelUnavailable
-from loka.core.gemm import Role, SiteShape, TensorName
+from loka.core.gemm import Device, Role, SiteShape, TensorName
 from loka.core.recipe import Format, Transform
 from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS, add_kernel
@@ -228,26 +230,35 @@ def test_what_errors_are_taken_from_is_tried_too(monkeypatch: pytest.MonkeyPatch
     assert beside == {"reference.rowwise": both, "reference.tensorwise": both, "reference.alike": ()}
 
 
-@pytest.mark.parametrize("is_set", [False, True])
-def test_children_compile_as_their_parent_does_whatever_torch_sets(is_set: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile sets what is not set, in every process by itself."""
+@pytest.mark.parametrize("set_to", [None, "another"])
+@pytest.mark.parametrize("named", ["own", "another"])
+def test_children_compile_as_their_parent_does_whatever_torch_sets(
+    set_to: str | None, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile sets what is not set, in every process by itself; Triton asks for an assembler's version once."""
     names = ("TRITON_CACHE_DIR", "TRITON_PTXAS_PATH")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    expected = [knobs.cache.dir, knobs.nvidia.ptxas.path]
-    if is_set:
-        expected[0] = "/somewhere"  # an assembler must be there to be believed
-        for name, value in zip(names, expected, strict=True):
+    own, another = knobs.nvidia.ptxas.path, tmp_path / "ptxas"
+    another.write_text("#!/bin/sh\necho release 99.0,\n")
+    another.chmod(0o755)
+    before: list[str | None] = [None, None] if set_to is None else ["/somewhere", str(another)]
+    for name, value in zip(names, before, strict=True):
+        if value is not None:
             monkeypatch.setenv(name, value)
+    version = subprocess.check_output([own if named == "own" else another, "--version"], text=True)
+    monkeypatch.setattr("triton.backends.nvidia.compiler.get_ptxas_version", lambda arch: {90: version}[arch])
+    monkeypatch.setattr(module, "device_of", lambda device: Device("cuda", "a GPU", (9, 0)))
     seen: list[list[str | None]] = []
     monkeypatch.setattr(
         module, "_try_all", lambda trials, children: seen.append([os.environ.get(name) for name in names]) or {}
     )
+    expected = [knobs.cache.dir, str(another) if (set_to, named) == ("another", "another") else own]
     with one_triton_cache("cuda"):
         try_kernels([msgspec.structs.replace(problem("reference.rowwise"), device="cuda:0")])
         os.environ.pop(names[0])  # whatever becomes of it
     assert seen == [expected, expected]  # once in company, once alone
-    assert [os.environ.get(name) for name in names] == (expected if is_set else [None, None])
+    assert [os.environ.get(name) for name in names] == before
 
 
 @pytest.mark.parametrize("without", ["a GPU", "Triton"])
