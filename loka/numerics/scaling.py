@@ -55,7 +55,8 @@ def amax(x: Tensor, scaling: Scaling) -> Tensor:
 
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     """The scale that maps ``amax`` onto the format's maximum: 1 for an amax of 0, NaN for one that is not finite."""
-    scale = (amax / info(format).max).clamp(min=_SMALLEST_SCALE)
+    largest = torch.full_like(amax, info(format).max)  # a tensor: by a number, torch multiplies with its inverse on a GPU
+    scale = (amax / largest).clamp(min=_SMALLEST_SCALE)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(amax.isfinite(), scale, math.nan)
 

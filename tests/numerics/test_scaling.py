@@ -130,6 +130,14 @@ def test_empty_tensors_have_empty_codes_and_scales_of_one(format, scaling, shape
 
 
 @pytest.mark.parametrize("format", EIGHT_BIT)
+def test_scales_are_the_rounded_quotient_on_every_device(format, device):
+    """One unit in the last place of a scale moves every value that lies between two codes: 1 % of a bf16 tensor's."""
+    amaxes = torch.arange(128, 256).reshape(1, -1) / 32
+    expected = (amaxes.double() / info(format).max).float()
+    assert torch.equal(scale_from_amax(amaxes.to(device), format).cpu(), expected)
+
+
+@pytest.mark.parametrize("format", EIGHT_BIT)
 def test_scales_are_never_zero_or_subnormal(format):
     amaxes = torch.tensor([[2.0**-149, 2.0**-140, SMALLEST_NORMAL, 1e-37, 1.0]])
     scale = scale_from_amax(amaxes, format)

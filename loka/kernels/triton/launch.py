@@ -75,6 +75,7 @@ def _compiled_launch(
     )  # fmt: skip
     known = _compiled.get(key)
     if known is None:
+        name_kernels()
         # Launched while the kernel before it still runs: each of our kernels waits for that one's results by itself.
         compiled = kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, launch_pdl=True)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
@@ -87,6 +88,23 @@ def _compiled_launch(
     if known is not None:  # compiling has launched it
         again()
     return again
+
+
+@functools.cache
+def name_kernels() -> None:
+    """Give all our kernels the names that Triton keeps them on disk by, in one order.
+
+    A name is made of the sources of a kernel and of what it calls, and of the constants of those; but of one that has no name
+    yet, it leaves out the constants. So it says what was compiled before, and no other process would find the kernel by it.
+    """
+    import triton
+
+    from loka.kernels.triton import block_kernels, cast_kernels, fp8, gemm_kernels
+
+    for module in (fp8, cast_kernels, gemm_kernels, block_kernels):
+        for function in vars(module).values():
+            if isinstance(function, triton.JITFunction):
+                _ = function.cache_key
 
 
 def _specialized_on(arg: object) -> object:

@@ -1,5 +1,8 @@
 """Launches go to the GPU that their tensors lie on, and find the kernel that Triton compiled for such arguments."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -67,6 +70,29 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
+NAMES = """
+import sys
+from loka.kernels.triton import block_kernels, cast_kernels, gemm_kernels, launch
+if "named" in sys.argv:
+    launch.name_kernels()
+kernels = [cast_kernels.amax_kernel, cast_kernels.cast_kernel, gemm_kernels.gemm_kernel, block_kernels.norm_forward_kernel]
+order = range(len(kernels))
+names = {index: kernels[index].cache_key for index in (reversed(order) if "reversed" in sys.argv else order)}
+print(*(names[index] for index in order))
+"""
+
+
+def names(*how: str) -> list[str]:
+    """What Triton keeps kernels by, in a process of its own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    return subprocess.check_output([sys.executable, "-c", NAMES, *how], env=environment, text=True).split()
+
+
+def test_kernels_have_the_same_names_in_all_processes_whatever_was_compiled_first() -> None:
+    assert names("named") == names("named", "reversed")
+    assert names() != names("reversed"), "Triton has come to do it by itself: name_kernels has no use any more"
+
+
 class TestLaunch:
     x = torch.zeros(64)
 
@@ -98,6 +124,13 @@ class TestLaunch:
         self.start(kernel)
         self.start(kernel, *other.get("args", ()), **{name: value for name, value in other.items() if name != "args"})
         assert len(kernel.compiled) == 2
+
+    def test_all_kernels_are_named_before_one_is_compiled(self, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+        compiled_when_named: list[int] = []
+        monkeypatch.setattr(launch_module, "name_kernels", lambda: compiled_when_named.append(len(kernel.compiled)))
+        self.start(kernel)
+        self.start(kernel)
+        assert compiled_when_named == [0]
 
     def test_another_gpu_has_a_handle_of_its_own(self, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.start(kernel)
