@@ -1,6 +1,6 @@
 """From a model in training to its plan: Probe, measure, plan, check, as a user would do it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -65,6 +65,8 @@ def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = Non
         trainer = Trainer(model, config)
         survey = survey_model(trainer, islice(batches, steps), every=max(1, steps // SAMPLES), kernels=kernels)
         survey.save(folder)
+        if run.arm.roles:
+            survey = only_in_roles(survey, run.arm.roles)
         plan = make_plan(as_if_8_bits_always_paid(survey), goal=Goal.TRAINING)
         words = f"{sum(site.is_low_precision for site in plan.sites)} sites in low precision, unchecked"
         if run.arm.is_checked:
@@ -94,6 +96,17 @@ def log_loss_of(model: Recommender, precision: Precision) -> Callable[[nn.Module
         return F.binary_cross_entropy_with_logits(logits_B.double(), batch.label_B.double())
 
     return loss
+
+
+def only_in_roles(survey: Survey, roles: Collection[str]) -> Survey:
+    """The survey without the 8-bit kernels of other roles, and without blocks, which have all."""
+    sites = tuple(
+        msgspec.structs.replace(
+            site, candidates=tuple(c for c in site.candidates if c.role in roles or c.kernel == site.baseline), blocks=()
+        )
+        for site in survey.sites
+    )
+    return Survey(msgspec.structs.replace(survey.document, sites=sites), survey.vectors)
 
 
 def as_if_8_bits_always_paid(survey: Survey) -> Survey:

@@ -48,7 +48,8 @@ class Run:
         device_type = self.config.device.partition(":")[0]
         mods = {"mods_as_of": MODS_AS_OF} if self.arm.mods else {}
         plans = {"plans_as_of": PLANS_AS_OF} if self.arm.is_planned else {}
-        return {**self.config.identity(device_type), **mods, **plans, "arm": json.loads(json.dumps(asdict(self.arm)))}
+        arm = {name: value for name, value in asdict(self.arm).items() if name != "roles" or value}  # as before there were any
+        return {**self.config.identity(device_type), **mods, **plans, "arm": json.loads(json.dumps(arm))}
 
 
 def train_run(run: Run) -> dict[str, Any]:

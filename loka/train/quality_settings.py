@@ -21,6 +21,7 @@ class Arm:
     kernel: str | None = None  # at every linear layer but the heads
     is_planned: bool = False
     is_checked: bool = False  # the plan as a whole, by check_plan
+    roles: tuple[str, ...] = ()  # the only ones that the plan has in 8 bits; all if none is named
 
 
 def arms_on(device_type: str) -> dict[str, Arm]:
@@ -40,6 +41,9 @@ def arms_on(device_type: str) -> dict[str, Arm]:
         Arm("loka-without-no-bias", high, ("block_norm", "hard_swish"), is_planned=True),
         Arm("loka-without-block-norm", high, ("no_bias", "hard_swish"), is_planned=True),
         Arm("loka-without-hard-swish", high, ("no_bias", "block_norm"), is_planned=True),
+        Arm("loka-fprop-alone", high, MODS, is_planned=True, roles=("fprop",)),
+        Arm("loka-dgrad-alone", high, MODS, is_planned=True, roles=("dgrad",)),
+        Arm("loka-wgrad-alone", high, MODS, is_planned=True, roles=("wgrad",)),
         Arm("loka-without-selection", high, MODS, kernel=f"{provider}.tensorwise"),
     ]
     return {arm.name: arm for arm in arms}

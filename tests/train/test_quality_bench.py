@@ -247,6 +247,15 @@ class TestPlannedArms:
         assert n_moved > 0
         assert sum(f"{n_moved} sites in low precision" in line for line in said) == 1
 
+    @pytest.mark.parametrize("role", list(Role))
+    def test_a_role_alone_leaves_the_others_in_high_precision(self, role, campaign, results):
+        small = {"model": "dlrm", "steps": 2, "batch_size": 32}
+        run_campaign(replace(campaign, arms=[f"loka-{role}-alone"], seeds=[0], overrides=small), results, say=lambda _: None)
+        (folder,) = results.json_path.with_name(f"{results.json_path.stem}-plans").iterdir()
+        sites = Plan.load(folder).sites
+        assert {role for site in sites for role, choice in site.kernels.items() if choice.kernel != "torch.fp32"} == {role}
+        assert all(site.block is None for site in sites)
+
     def test_an_arm_that_plans_from_other_kernels_is_another_arm(self, campaign, results):
         """Or a plan that lies there from other kernels would be taken for its own, and seeds of both averaged."""
         small = {"model": "dlrm", "steps": 2, "batch_size": 32}
