@@ -67,6 +67,19 @@ def test_the_site_that_hurts_is_given_back_and_the_others_stay(goal: Goal) -> No
     assert by_name["top.0"].is_low_precision
 
 
+@pytest.mark.parametrize("goal", Goal)
+def test_training_may_cost_a_quarter_of_what_serving_may(goal: Goal) -> None:
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE), goal=goal)
+    (only,) = check(plan, max_loss_change=0.05).rounds
+    cost = only.change.harm  # of a loss of 1: so much of a larger one that it lies between both limits
+
+    def larger(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) + cost / 1e-4
+
+    given_back = loka.check_plan(tower(), plan, BATCHES, loss=larger, min_speedup=0.0, repeats=1).given_back
+    assert bool(given_back) is (goal is Goal.TRAINING)
+
+
 def test_a_site_whose_forward_hurts_keeps_its_gradients_in_8_bits() -> None:
     """As far as that is worth it: which the plan knows of one site and not of the other."""
     plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
