@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
+from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
@@ -28,7 +29,6 @@ from loka.nn.weight_casts import recast_after_step
 MAX_LOSS_CHANGE = {Goal.TRAINING: 5e-5, Goal.SERVING: 2e-4}
 MAX_GRADIENT_CHANGE = 0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a lost gradient is off by 1
 GRADIENT_BATCHES = 2
-SLOW_SHARE = 4  # where a plan is too slow one in so many sites goes at once: a compiled model compiles again every time
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,17 @@ def check_plan(
     example: tuple[Any, ...] | None = None,
     repeats: int = 5,
 ) -> CheckedPlan:
-    """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back, worst first, until the whole passes.
+    """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back until the whole passes.
 
     It passes when rounding costs at most ``max_loss_change`` of the loss, relatively (0.02 % for serving, 0.005 % for training,
-    where it grows), and the loss on these batches has not surely risen by more (see ``loka.dispatch.loss_change``); when in training no module's gradients are off by more than 70 %
-    of their size; and when a step (forward, backward and the casts of weights for a training plan, forward for serving) is at
-    least ``min_speedup`` times as fast. Loss decides first: the sites that harm most by themselves go, and of them fprop alone
-    where 8 bits in the gradients are worth it by themselves. Then gradients, those of what lies in front of the model too, in
-    the model as it is compiled: this sees that they arrive; how exact they are is the plan's limit at each role. Then time: a
-    quarter of the sites in a round, those that the plan expects to save least. ``loss(model, batch)`` is a scalar.
-    ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
+    where it grows), and the loss on these batches has not surely risen by more (see ``loka.dispatch.loss_change``); when in
+    training no module's gradients are off by more than 70 % of their size; and when a step (forward, backward and the casts of
+    weights for a training plan, forward for serving) is at least ``min_speedup`` times as fast. Loss decides first: the sites
+    that save least for what they harm by themselves go, and of them fprop alone where 8 bits in the gradients are worth it.
+    Then gradients, those of what lies in front of the model too, in the model as it is compiled: this sees that they arrive;
+    how exact they are is the plan's limit at each role. Then time: a quarter of the sites in a round, those that the plan
+    expects to save least. ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are ``apply_plan``'s. The model is
+    left as it was, without a plan.
     """
     if applied_to(model) is not None:
         raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
@@ -129,15 +130,15 @@ def check_plan(
             elif tried.speedup is None:
                 alone = alone or {site.site: trial.alone(plan, site.site, high) for site in planned}
                 rounding = [site for site in planned if site.rounds_forward] or planned
-                worst = max(rounding, key=lambda site: alone[site.site].harm).site
-                costs = f"{alone[worst].rounding:.3%} of the loss ({alone[worst].whole:+.3%} on these batches)"
-                why = f"alone it costs {costs}, and the whole plan did {tried.change.rounding:.3%} ({tried.change.whole:+.3%})"
-                gone = (worst,)
-                plan = plan.giving_back_forward({worst: f"given back by check_plan: {why}"})
-                alone_in_gradients.pop(worst, None)  # it runs on other kernels now, if on any
+                gone = too_costly(rounding, alone, tried.change, limit)
+                whole = f"the whole plan did {tried.change.rounding:.3%} ({tried.change.whole:+.3%})"
+                plan = plan.giving_back_forward(
+                    {name: f"given back by check_plan: alone it costs {alone[name]}, and {whole}" for name in gone}
+                )
+                for name in gone:
+                    alone_in_gradients.pop(name, None)  # it runs on other kernels now, if on any
             else:
-                by_gain = sorted(planned, key=lambda site: site.baseline_us - site.time_us)
-                gone = tuple(site.site for site in by_gain[: math.ceil(len(planned) / SLOW_SHARE)])
+                gone = too_slow(planned)
                 why = f"the whole plan ran {tried.speedup:.2f}× as fast as high precision, and this site saves little"
                 plan = plan.giving_back(dict.fromkeys(gone, f"given back by check_plan: {why}"))
             rounds.append(replace(tried, gave_back=gone))

@@ -44,6 +44,9 @@ class LossChange:
         """What a limit is held against: the price of rounding, or more where the loss has surely risen by more."""
         return math.inf if math.isnan(self.whole + self.rounding) else max(self.surely, self.rounding)
 
+    def __str__(self) -> str:
+        return f"{self.rounding:.3%} of the loss ({self.whole:+.3%} on these batches)"
+
 
 def losses(model: nn.Module, batches: Sequence[Any], loss: Loss) -> list[float]:
     """By batch, in eval mode. Eager, for these passes are few and every plan would compile anew."""

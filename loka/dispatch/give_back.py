@@ -1,0 +1,41 @@
+"""Which sites ``check_plan`` gives back where the whole plan costs too much of the loss, or is too slow."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from loka.core.plan import SitePlan
+from loka.dispatch.loss_change import LossChange
+
+SLOW_SHARE = 4  # where a plan is too slow one in so many sites goes at once: a compiled model compiles again every time
+
+
+def too_costly(sites: Sequence[SitePlan], alone: Mapping[str, LossChange], whole: LossChange, limit: float) -> tuple[str, ...]:
+    """The sites whose forward passes go, worst first. Those that stay save most for what they cost, and cost ``limit`` at most.
+
+    A site costs what it does by itself, and its share of what the whole costs more than all of them by themselves.
+    """
+    costs = {site.site: max(0.0, alone[site.site].harm) for site in sites}
+    worst_first = sorted(costs, key=lambda name: -costs[name])
+    if broken := [name for name in worst_first if math.isinf(costs[name])]:
+        return tuple(broken)
+    total = sum(costs.values())
+    share = max(1.0, whole.harm / total) if total else math.inf
+    if math.isinf(share):
+        return (worst_first[0],)
+    kept, room = set(), limit
+    for site in sorted(sites, key=lambda site: costs[site.site] / max(_saved_by_forward_us(site), 1e-9)):
+        if share * costs[site.site] <= room:
+            kept.add(site.site)
+            room -= share * costs[site.site]
+    return tuple(name for name in worst_first if name not in kept) or (worst_first[0],)
+
+
+def too_slow(sites: Sequence[SitePlan]) -> tuple[str, ...]:
+    """The sites that save least."""
+    by_gain = sorted(sites, key=lambda site: site.baseline_us - site.time_us)
+    return tuple(site.site for site in by_gain[: math.ceil(len(sites) / SLOW_SHARE)])
+
+
+def _saved_by_forward_us(site: SitePlan) -> float:
+    """What the site takes longer with its forward pass in high precision."""
+    return (site.exact_forward.time_us if site.exact_forward else site.baseline_us) - site.time_us

@@ -1,0 +1,66 @@
+"""Which forward passes go back where rounding costs too much: the least time for the cost that must go."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loka.core.gemm import Role
+from loka.core.plan import Choice, ExactForward, SitePlan
+from loka.dispatch.give_back import too_costly
+from loka.dispatch.loss_change import LossChange
+
+
+def site(name: str, saves_us: float, exact_saves_us: float | None = None) -> SitePlan:
+    """That saves so much of 1,000 µs, and with its forward pass in high precision still so much, or nothing."""
+    kernels = {role: Choice("reference.rowwise", "") for role in Role}
+    exact = None if exact_saves_us is None else ExactForward(kernels, 1000.0, 1000.0 - exact_saves_us)
+    return SitePlan(name, 64, 64, kernels, 1000.0, 1000.0 - saves_us, "", exact_forward=exact)
+
+
+def cost(value: float) -> LossChange:
+    return LossChange(value, value, value)
+
+
+def test_what_saves_much_stays_though_it_costs_most() -> None:
+    sites = [site("large", 500.0), site("small", 5.0), site("tiny", 1.0)]
+    alone = {"large": cost(4e-5), "small": cost(2e-5), "tiny": cost(3e-5)}
+    assert too_costly(sites, alone, cost(9e-5), limit=5e-5) == ("tiny", "small")
+    assert too_costly(sites, alone, cost(9e-5), limit=6.1e-5) == ("tiny",)
+
+
+def test_only_what_the_forward_pass_saves_counts() -> None:
+    sites = [site("gradients alone are worth it", 500.0, 499.0), site("forward is", 50.0)]
+    alone = dict.fromkeys((one.site for one in sites), cost(4e-5))
+    assert too_costly(sites, alone, cost(8e-5), limit=5e-5) == ("gradients alone are worth it",)
+
+
+def test_what_the_whole_costs_more_is_shared_out() -> None:
+    sites = [site("a", 3.0), site("b", 2.0), site("c", 1.0)]
+    alone = dict.fromkeys("abc", cost(1e-5))
+    assert too_costly(sites, alone, cost(3e-5), limit=2e-5) == ("c",)
+    assert too_costly(sites, alone, cost(6e-5), limit=2e-5) == ("b", "c")
+
+
+def test_what_breaks_the_loss_goes_by_itself() -> None:
+    sites = [site("a", 3.0), site("b", 2.0)]
+    assert too_costly(sites, {"a": cost(math.nan), "b": cost(1e-3)}, cost(math.nan), limit=1e-5) == ("a",)
+    assert too_costly(sites, {"a": cost(1e-3), "b": cost(2e-3)}, cost(math.nan), limit=1e-5) == ("b",)
+    assert too_costly(sites, {"a": cost(0.0), "b": cost(-1e-9)}, cost(1e-3), limit=1e-5) == ("a",)
+
+
+@given(
+    sites=st.lists(st.tuples(st.floats(0, 1e-3), st.floats(-10, 1e4)), min_size=1, max_size=12),
+    more=st.floats(0.5, 4),
+    limit=st.floats(0, 1e-3),
+)
+def test_some_go_and_the_rest_is_within_the_limit(sites: list[tuple[float, float]], more: float, limit: float) -> None:
+    costs = {str(index): one for index, (one, _) in enumerate(sites)}
+    whole = max(more * sum(costs.values()), 1.001 * limit + 1e-12)
+    plans = [site(str(index), saves) for index, (_, saves) in enumerate(sites)]
+    gone = too_costly(plans, {name: cost(one) for name, one in costs.items()}, cost(whole), limit)
+    assert gone
+    assert list(gone) == sorted(gone, key=lambda name: -costs[name])
+    kept = sum(costs[name] for name in costs if name not in gone)
+    if len(gone) > 1:
+        assert max(1.0, whole / sum(costs.values())) * kept <= limit * (1 + 1e-9)
