@@ -25,7 +25,7 @@ from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrap
 from loka.nn.weight_casts import recast_after_step
 
 # Of the loss, relatively. A model that trains by a plan pays up to twice what rounding costs one that did not (0.015 % by this
-# check came to 0.025 %), and 0.02 % is what it may pay.
+# check came to 0.024 %), and 0.02 % is what it may pay.
 MAX_LOSS_CHANGE = {Goal.TRAINING: 5e-5, Goal.SERVING: 2e-4}
 MAX_GRADIENT_CHANGE = 0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a lost gradient is off by 1
 GRADIENT_BATCHES = 2

@@ -69,6 +69,11 @@ def easy_stream() -> dict[str, Any]:
     return {"onehot_sizes": (100,) * 8, **no_bags, "n_dense": 4, "base_rate": 0.25}
 
 
+def _easy(model_options: dict[str, Any] | None = None, *, lr: float = 1e-3, **data_options: Any) -> TrainConfig:
+    """The easy stream, with a learning rate that falls at the end, so that runs end where they lead to."""
+    return replace(_stream(model_options, lr=lr, **easy_stream(), **data_options), decay_steps=400)
+
+
 def _criteo(dense: str) -> TrainConfig:
     """64,000 rows are few for a deep model: a narrow one, and an id of its own for every category that training has seen."""
     return TrainConfig(
@@ -85,10 +90,10 @@ def _criteo(dense: str) -> TrainConfig:
 
 SETTINGS: dict[str, TrainConfig] = {
     "synthetic": _stream(),
-    "synthetic-easy": replace(_stream(**easy_stream()), decay_steps=400),
-    "synthetic-raw": _stream(dense="raw"),
-    "synthetic-deep": _stream({"n_layers": 8}),
-    "synthetic-high-lr": _stream(lr=1e-2),
+    "synthetic-easy": _easy(),
+    "synthetic-easy-raw": _easy(dense="raw"),
+    "synthetic-easy-deep": _easy({"n_layers": 8}),
+    "synthetic-easy-high-lr": _easy(lr=1e-2),
     "synthetic-drift": _stream(dense="raw", drift={"scale_at": 5_000, "scale_features": [0, 1, 2, 3]}),
     "movielens": TrainConfig("wukong", data="movielens", warmup_steps=20, out=None),
     "criteo-log": _criteo("log"),
