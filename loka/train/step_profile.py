@@ -61,7 +61,7 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "norm_forward_kernel": Kind.ELEMENTWISE,
     "loka::cast_e4m3": Kind.CAST,
     "loka::block_forward": Kind.GEMM,
-    "loka::fp8_gemm": Kind.GEMM,
+    "loka::scaled_gemm": Kind.GEMM,
     "loka::mm_tf32": Kind.GEMM,
     "loka::onednn_int8_dynamic_mm": Kind.GEMM,
     "loka::onednn_int8_mm": Kind.GEMM,

@@ -13,6 +13,7 @@ from typing import Any
 
 INSTRUCTIONS = {
     "wgmma e4m3": r"wgmma\.mma_async\S*\.e4m3\.e4m3",
+    "wgmma int8": r"wgmma\.mma_async\S*\.s32\.s8\.s8",
     "tma load": r"cp\.async\.bulk\.tensor",
     "load 16 bytes": r"ld\.global\S*\.v4\.b32",
     "load 1 byte": r"ld\.global\S*\.b8",

@@ -67,8 +67,8 @@ def test_kernels_of_a_compiled_step_are_sorted_by_name_and_by_who_launched_them(
         ("Memset (Device)", ("aten::zero_", "aten::new_zeros", "loka::cast_e4m3", *COMPILED), Kind.CAST),  # room for amaxes
         ("_kernel_quantize_fp8_row", ("fbgemm::quantize_fp8_per_row", *COMPILED), Kind.CAST),
         ("void fbgemm_gpu::quantize_fp8_per_row_kernel<true>", AFTER_A_STEP, Kind.CAST),
-        ("gemm_kernel", ("loka::fp8_gemm", *COMPILED), Kind.GEMM),
-        ("add_splits_kernel", ("loka::fp8_gemm", "CompiledFunctionBackward"), Kind.GEMM),
+        ("gemm_kernel", ("loka::scaled_gemm", *COMPILED), Kind.GEMM),
+        ("add_splits_kernel", ("loka::scaled_gemm", "CompiledFunctionBackward"), Kind.GEMM),
         ("nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT", ("aten::_scaled_mm", *COMPILED), Kind.GEMM),
         ("block_forward_kernel", ("loka::block_forward", *COMPILED), Kind.GEMM),
         ("norm_forward_kernel", ("loka::norm_forward", *COMPILED), Kind.ELEMENTWISE),

@@ -116,7 +116,7 @@ def _product(
     """z of one tile (0 outside its block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
     tile_m, block = tile_of(tile, tl.cdiv(m, ROWS), blocks)
     first_n, index_N, inside_N, size = _columns(block, n, NORM, WIDTH, WIDER, COLS)
-    sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED)
+    sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED, INT8=False)
     if STARTS_NEXT:
         let_next_kernel_start()
     index_M = tile_m * ROWS + tl.arange(0, ROWS)

@@ -1,4 +1,4 @@
-"""Casting a matrix to e4m3: codes in its own order of axes ("plain"), transposed, or both.
+"""Casting a matrix to e4m3: codes in its own order of axes ("plain"), transposed, or both; and its rows to int8.
 
 Axes:  R rows,  C columns of the stored matrix.  Loads past its edge give 0, so padding is written as zeros and a scale of
 padding alone is 1. Amaxes travel as the bits of ``fp8.magnitude``.
@@ -7,7 +7,18 @@ padding alone is 1. Amaxes travel as the bits of ``fp8.magnitude``.
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import INFINITY_BITS, divide, magnitude, scale_of, to_e4m3, to_e4m3_words, wait_for_kernels_before
+from loka.kernels.triton.fp8 import (
+    E4M3_MAX,
+    INFINITY_BITS,
+    INT8_MAX,
+    divide,
+    magnitude,
+    scale_of,
+    to_e4m3,
+    to_e4m3_words,
+    to_int8,
+    wait_for_kernels_before,
+)
 
 FLAGS_AT_ONCE = tl.constexpr(32)
 LARGEST = tl.constexpr(1.5e38)  # that can be doubled
@@ -78,7 +89,11 @@ def _scaled(x, scale, OWN: tl.constexpr):
 @triton.jit
 def _store_plain(scaled_RC, row, col, codes_ptr, rows, cols):
     inside = (row < rows)[:, None] & (col < cols)[None, :]
-    tl.store(codes_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], to_e4m3(scaled_RC), mask=inside)
+    place = codes_ptr + row.to(tl.int64)[:, None] * cols + col[None, :]
+    if codes_ptr.dtype.element_ty == tl.int8:
+        tl.store(place, to_int8(scaled_RC), mask=inside)
+    else:
+        tl.store(place, to_e4m3(scaled_RC), mask=inside)
 
 
 @triton.jit
@@ -173,12 +188,13 @@ def cast_kernel(
 def rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, rows, cols, row_stride, padded_rows, padded_cols, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Row scales and codes of whole rows, in one read."""
+    """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read."""
     wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
-    scale_R = scale_of(tl.max(magnitude(x_RC), axis=1))
+    LARGEST: tl.constexpr = INT8_MAX if codes_ptr.dtype.element_ty == tl.int8 else E4M3_MAX
+    scale_R = scale_of(tl.max(magnitude(x_RC), axis=1), LARGEST)
     _store_plain(_scaled(x_RC, scale_R[:, None], True), row, col, codes_ptr, padded_rows, padded_cols)
     tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)
 

@@ -1,5 +1,5 @@
-"""Casts to e4m3 in the fewest reads: one for static and tile scales, and for row scales of rows that fit a program; two
-where a scale covers more than a program can see (tensorwise, and row scales of the transposed matrix)."""
+"""Casts to e4m3, and of rows to int8, in the fewest reads: one for static and tile scales, and for row scales of rows that fit
+a program; two where a scale covers more than a program can see (tensorwise, and row scales of the transposed matrix)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -286,6 +286,24 @@ def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
         ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, num_warps=8,
     )  # fmt: skip
     return of_rows, of_cols, of_all
+
+
+def cast_int8_rows(x: Tensor, outer: int, contraction: int) -> tuple[Tensor, Tensor]:
+    """int8 codes and a scale for each row, which must fit a program, with padding to ``outer`` rows of ``contraction``."""
+    return torch.ops.loka.cast_int8_rows(x, outer, contraction)
+
+
+@op("cast_int8_rows")
+@on_its_gpu
+def _cast_int8_rows(x: Tensor, outer: int, contraction: int) -> tuple[Tensor, Tensor]:
+    codes, scale = _empty_int8_rows(x, outer, contraction)
+    write_codes(x, Target("rowwise", outer, contraction, 1.0), Target.none(), (codes, scale, *Target.none().empty(x)))
+    return codes, scale
+
+
+@fake_of("cast_int8_rows")
+def _empty_int8_rows(x: Tensor, outer: int, contraction: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty((outer, contraction), dtype=torch.int8), x.new_empty((outer, 1), dtype=torch.float32)
 
 
 @fake_of("cast_e4m3")

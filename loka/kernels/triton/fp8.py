@@ -1,4 +1,4 @@
-"""What all of our kernels do to FP8 values, as device functions: magnitudes, scales, and rounding to e4m3.
+"""What all of our kernels do to 8-bit values, as device functions: magnitudes, scales, and rounding to e4m3 or int8.
 
 The rules are those of ``loka.numerics.scaling``: an amax of 0 gives a scale of 1, one that is not finite a scale of NaN.
 """
@@ -9,6 +9,10 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 E4M3_MAX = tl.constexpr(448.0)
+INT8_MAX = tl.constexpr(127.0)
+TO_WHOLE = tl.constexpr(
+    12582912.0
+)  # 1.5·2²³: FP32 numbers of this size are whole, and adding it rounds to nearest, ties to even
 SMALLEST_SCALE = tl.constexpr(2.0**-126)  # FP32's smallest normal number
 INFINITY_BITS = tl.constexpr(0x7F800000)
 SMALLEST_EXPONENT = tl.constexpr(121)  # of e4m3's normal numbers, as FP32 writes it
@@ -45,9 +49,9 @@ def magnitude(x):
 
 
 @triton.jit
-def scale_of(amax_bits):
-    """The scale that maps an amax, given as ``magnitude`` bits, onto e4m3's maximum."""
-    scale = tl.maximum(tl.div_rn(amax_bits.to(tl.float32, bitcast=True), E4M3_MAX), SMALLEST_SCALE)
+def scale_of(amax_bits, LARGEST: tl.constexpr = E4M3_MAX):
+    """The scale that maps an amax, given as ``magnitude`` bits, onto the largest code."""
+    scale = tl.maximum(tl.div_rn(amax_bits.to(tl.float32, bitcast=True), LARGEST), SMALLEST_SCALE)
     scale = tl.where(amax_bits == 0, 1.0, scale)
     return tl.where(amax_bits >= INFINITY_BITS, float("nan"), scale)
 
@@ -74,12 +78,19 @@ def to_e4m3(x):
         bits = x.to(tl.int32, bitcast=True)
         exponent = tl.maximum((bits >> 23) & 0xFF, SMALLEST_EXPONENT)
         steps_per_unit = ((254 + 3 - exponent) << 23).to(tl.float32, bitcast=True)  # 2^(3 − exponent)
-        steps = (tl.abs(x) * steps_per_unit + 12582912.0) - 12582912.0  # 1.5·2²³: FP32 rounds to whole steps here
+        steps = (tl.abs(x) * steps_per_unit + TO_WHOLE) - TO_WHOLE
         code = (exponent - SMALLEST_EXPONENT) * 8 + steps.to(tl.int32)
         code = (tl.where(x == x, code, 0x7F) | tl.where(bits < 0, 0x80, 0)).to(tl.uint8)
     else:
         code = tl.inline_asm_elementwise(FOUR_TO_E4M3, "=r,r,r,r,r", [x], dtype=tl.uint8, is_pure=True, pack=4)
     return code.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def to_int8(x):
+    """Round FP32 to the nearest int8, ties to even; past ±127 saturate. NaN, whose scale is NaN too, becomes 0."""
+    x = tl.clamp(tl.where(x == x, x, 0.0), -INT8_MAX, INT8_MAX)
+    return ((x + TO_WHOLE) - TO_WHOLE).to(tl.int8)
 
 
 @triton.jit

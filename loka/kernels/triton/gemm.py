@@ -1,4 +1,4 @@
-"""Our FP8 GEMM as an op of torch. It takes one scale for an operand or one for each of its rows."""
+"""Our GEMM of e4m3 or int8 codes as an op of torch. It takes one scale for an operand or one for each of its rows."""
 
 import torch
 from torch import Tensor
@@ -14,16 +14,17 @@ def gemm(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor | None, m: int, n: int, k: int,
     *, out_dtype: torch.dtype, bias: Tensor | None = None, promoted: bool = True, b_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """a·bᵀ of the first m, n and k of two e4m3 matrices stored with a multiple of 16 columns; FP32 scales, one or one a row.
+    """a·bᵀ of the first m, n and k of two matrices of e4m3 or int8 codes stored with a multiple of 16 columns; FP32 scales, one
+    or one a row.
 
     b's scale is the constant ``b_factor``, times ``b_scale`` where there is one.
     """
-    return torch.ops.loka.fp8_gemm(a_MK, b_NK, a_scale, b_scale, bias, m, n, k, out_dtype, promoted, b_factor)
+    return torch.ops.loka.scaled_gemm(a_MK, b_NK, a_scale, b_scale, bias, m, n, k, out_dtype, promoted, b_factor)
 
 
-@op("fp8_gemm")
+@op("scaled_gemm")
 @on_its_gpu
-def _fp8_gemm(
+def _scaled_gemm(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor,
@@ -50,7 +51,8 @@ def _fp8_gemm(
         a_scale, b_scale, bias, part, m, n, k, k_of_split, b_factor,
         ROWS=tiles.rows, COLS=tiles.cols, DEPTH=tiles.depth,
         A_SCALES=scales_of(a_scale), B_SCALES=scales_of(b_scale),
-        HAS_BIAS=bias is not None and splits == 1, PROMOTED=promoted, PERSISTENT=persistent,
+        HAS_BIAS=bias is not None and splits == 1, PROMOTED=promoted, INT8=a.dtype is torch.int8,
+        PERSISTENT=persistent,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out if splits == 1 else _add_splits(part, bias, out)
@@ -60,7 +62,7 @@ def scales_of(scale: Tensor | None) -> str:
     return "none" if scale is None else "one" if scale.numel() == 1 else "rows"
 
 
-@fake_of("fp8_gemm")
+@fake_of("scaled_gemm")
 def _(
     a: Tensor,
     b: Tensor,

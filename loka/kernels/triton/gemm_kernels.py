@@ -1,4 +1,4 @@
-"""FP8 products a (M×K) · b (N×K)ᵀ on Hopper's tensor cores, operands loaded by TMA, which gives 0 past an edge.
+"""8-bit products a (M×K) · b (N×K)ᵀ on Hopper's tensor cores, operands loaded by TMA, which gives 0 past an edge.
 
 Axes:  M rows of the output,  N its columns,  K contracted.  A scale multiplies on the way back.
 """
@@ -22,15 +22,20 @@ def tile_of(program, tiles_m, tiles_n):
 
 @triton.jit
 def contract(
-    a_desc, b_desc, row, col, first, last, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PROMOTED: tl.constexpr
+    a_desc, b_desc, row, col, first, last, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PROMOTED: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
-    """Products of codes summed over [first, last). PROMOTED adds each step's sum in FP32, outside the tensor core."""
-    sum_MN = tl.zeros((ROWS, COLS), tl.float32)
+    """Products of codes summed over [first, last), those of int8 exactly. PROMOTED adds each step's sum in FP32, outside the
+    tensor core."""
+    sum_MN = tl.zeros((ROWS, COLS), tl.int32 if INT8 else tl.float32)
     for k in range(first, last, DEPTH):
         a_MK = a_desc.load([row, k])
         b_NK = b_desc.load([col, k])
-        sum_MN = tl.dot(a_MK, b_NK.T, sum_MN, max_num_imprecise_acc=DEPTH if PROMOTED else None)
-    return sum_MN
+        if INT8:
+            sum_MN = tl.dot(a_MK, b_NK.T, sum_MN, out_dtype=tl.int32)
+        else:
+            sum_MN = tl.dot(a_MK, b_NK.T, sum_MN, max_num_imprecise_acc=DEPTH if PROMOTED else None)
+    return sum_MN.to(tl.float32)
 
 
 @triton.jit
@@ -93,7 +98,8 @@ def _finish_tile(
 def gemm_kernel(
     a_desc, b_desc, a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, m, n, k, k_of_split, b_factor,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PROMOTED: tl.constexpr, PERSISTENT: tl.constexpr,
+    A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PROMOTED: tl.constexpr, INT8: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """One tile of the product, or of one split's part of it; axis 1 of the grid is the split.
 
@@ -105,7 +111,7 @@ def gemm_kernel(
     if PERSISTENT:
         for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
             tile_m, tile_n = tile_of(tile, tiles_m, tiles_n)
-            sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, 0, k, ROWS, COLS, DEPTH, PROMOTED)
+            sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, 0, k, ROWS, COLS, DEPTH, PROMOTED, INT8)
             _finish_tile(
                 sum_MN, tile_m * ROWS, tile_n * COLS, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
                 out_ptr, m, n, A_SCALES, B_SCALES, HAS_BIAS,
@@ -115,7 +121,7 @@ def gemm_kernel(
         tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n)
         first = split * k_of_split
         last = tl.minimum(first + k_of_split, k)
-        sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, first, last, ROWS, COLS, DEPTH, PROMOTED)
+        sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, first, last, ROWS, COLS, DEPTH, PROMOTED, INT8)
         let_next_kernel_start()
         _finish_tile(
             sum_MN, tile_m * ROWS, tile_n * COLS, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,

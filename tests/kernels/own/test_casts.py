@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loka.core.recipe import Format, Scaling
-from loka.kernels.operand import OperandSpec
+from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.triton import casts
 from loka.kernels.triton.casts import (
     NOT_WRITTEN,
     SCALINGS,
     Target,
+    cast_int8_rows,
     cast_matrix,
     cast_tile,
     reads,
@@ -259,6 +260,33 @@ def test_rows_with_gaps_between_them_and_columns_first(where: torch.device) -> N
     check(wide[:, 8:49], "rowwise", "rowwise", 16)
     check(wide.t(), "rowwise", "static", 16)
     check(wide[:1].expand(20, 80), "tensorwise", "1x128", 16)
+
+
+class TestInt8:
+    @given(rows=st.integers(1, 40), cols=st.integers(1, 300), seed=st.integers(0, 2**16), half=st.booleans())
+    def test_interpreted_rows_are_the_oracles(self, interpreter: None, rows: int, cols: int, seed: int, half: bool) -> None:
+        self.check(hostile(rows, cols, torch.bfloat16 if half else torch.float32, seed))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize(("rows", "cols"), [(2048, 4096), (300, 200), (1, 16384)])
+    def test_compiled_rows_are_the_oracles(self, gpu: torch.device, rows: int, cols: int) -> None:
+        self.check(hostile(rows, cols, torch.bfloat16, 1).to(gpu))
+
+    def test_a_bad_value_poisons_its_row(self, where: torch.device) -> None:
+        x = hostile(20, 50, torch.float32, 2)
+        x[3, 7], x[5, 9] = float("nan"), float("inf")
+        _, scale = cast_int8_rows(x.to(where), 32, 64)
+        assert scale.isnan().flatten().nonzero().flatten().tolist() == [3, 5]
+
+    def check(self, x: Tensor) -> None:
+        """Codes and scales of every row, zeros and a scale of 1 in the padding."""
+        (rows, cols), expected = x.shape, quantize(x, Format.INT8, Scaling.ROWWISE)
+        codes, scale = cast_int8_rows(x, padded_size(rows, 16), padded_size(cols, 16))
+        assert torch.equal(codes[:rows, :cols], expected.codes)
+        assert torch.equal(scale[:rows], expected.scale)
+        assert not codes[rows:].any()
+        assert not codes[:, cols:].any()
+        assert (scale[rows:] == 1).all()
 
 
 def test_tiles_hold_what_shares_a_scale() -> None:

@@ -30,11 +30,11 @@ from loka.kernels.triton.tiles import (
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs the package triton", allow_module_level=True)
 
-INT, FP32, FP8, BF16, INT32 = "i32", "*fp32", "*fp8e4nv", "*bf16", "*i32"
+INT, FP32, FP8, BF16, INT32, INT8 = "i32", "*fp32", "*fp8e4nv", "*bf16", "*i32", "*i8"
 
 
-def tiles_of(rows: int, depth: int = 128) -> str:
-    return f"tensordesc<fp8e4nv[{rows},{depth}]>"
+def tiles_of(rows: int, depth: int = 128, codes: str = FP8) -> str:
+    return f"tensordesc<{codes[1:]}[{rows},{depth}]>"
 
 
 def integers(*names: str) -> dict[str, str]:
@@ -64,18 +64,19 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
             "warps": 8 if tile.rows == 128 else 4, "stages": 3}  # fmt: skip
 
 
-def rowwise_case(rows: int, cols: int) -> dict[str, Any]:
+def rowwise_case(rows: int, cols: int, codes: str = FP8) -> dict[str, Any]:
     sizes = integers("rows", "cols", "row_stride", "padded_rows", "padded_cols")
     return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
-            "arguments": {"x_ptr": BF16, "codes_ptr": FP8, "scale_ptr": FP32, **sizes},
+            "arguments": {"x_ptr": BF16, "codes_ptr": codes, "scale_ptr": FP32, **sizes},
             "constants": {"ROWS": rows, "COLS": cols}}  # fmt: skip
 
 
-def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16) -> dict[str, Any]:
-    arguments = {"a_desc": tiles_of(tiles.rows), "b_desc": tiles_of(tiles.cols), "a_scale_ptr": FP32, "b_scale_ptr": FP32,
+def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16, codes: str = FP8) -> dict[str, Any]:
+    operands = {"a_desc": tiles_of(tiles.rows, codes=codes), "b_desc": tiles_of(tiles.cols, codes=codes)}
+    arguments = {**operands, "a_scale_ptr": FP32, "b_scale_ptr": FP32,
                  "bias_ptr": BF16, "out_ptr": out, "b_factor": "fp32", **integers("m", "n", "k", "k_of_split")}  # fmt: skip
     constants = {"ROWS": tiles.rows, "COLS": tiles.cols, "DEPTH": 128, "A_SCALES": "rows", "B_SCALES": "rows",
-                 "HAS_BIAS": True, "PROMOTED": promoted, "PERSISTENT": True}  # fmt: skip
+                 "HAS_BIAS": True, "PROMOTED": promoted, "INT8": codes == INT8, "PERSISTENT": True}  # fmt: skip
     return {"module": "gemm_kernels", "kernel": "gemm_kernel", "arguments": arguments, "constants": constants,
             "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
 
@@ -150,6 +151,10 @@ CASES = {
     "cast static both": cast_case("static", "static"),
     "cast wide rows": rowwise_case(1, 16384),
     "cast narrow rows": rowwise_case(16, 256),
+    "cast wide rows to int8": rowwise_case(1, 16384, INT8),
+    "cast narrow rows to int8": rowwise_case(16, 256, INT8),
+    **{f"int8 gemm {t.rows}x{t.cols}": gemm_case(t, promoted=False, codes=INT8) for t in GEMM_TILES},
+    **{f"int8 gemm {t.rows}x{t.cols} to fp32": gemm_case(t, promoted=False, out=FP32, codes=INT8) for t in GEMM_TILES},
     **{f"gemm {t.rows}x{t.cols}": gemm_case(t, promoted=not is_widest(t)) for t in GEMM_TILES},
     **{f"gemm {t.rows}x{t.cols} to fp32": gemm_case(t, promoted=False, out=FP32) for t in GEMM_TILES},
     "block forward, small": forward_case(2048, 768, 256, HIGH=False),
@@ -219,7 +224,7 @@ def test_the_check_sees_halved_pairs() -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if "desc" in str(CASES[name])])
 def test_products_run_on_fp8_tensor_cores_from_tma(name: str) -> None:
     instructions = compiled()[name]["instructions"]
-    assert instructions["wgmma e4m3"] > 0
+    assert instructions["wgmma int8" if name.startswith("int8") else "wgmma e4m3"] > 0
     assert instructions["tma load"] > 0
 
 

@@ -1,4 +1,4 @@
-"""Our FP8 GEMMs against float64 sums of the very values their operands stand for; and the tiles they are cut into."""
+"""Our 8-bit GEMMs against float64 sums of the very values their operands stand for; and the tiles they are cut into."""
 
 from dataclasses import replace
 
@@ -24,6 +24,12 @@ def codes(rows: int, cols: int, seed: int, device: torch.device, room: int | Non
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(device)
 
 
+def int8_codes(rows: int, cols: int, seed: int, device: torch.device) -> Tensor:
+    """Random int8 codes, both ends among them, with others in the padding, which nothing may read."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, (rows, padded_size(cols, 16)), generator=generator, dtype=torch.int8).to(device)
+
+
 def scales(*shape: int, seed: int, device: torch.device) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).exp().to(device)
 
@@ -40,9 +46,10 @@ def assert_product(out: Tensor, a_MK: Tensor, b_NK: Tensor, bias: Tensor | None 
 
 def check_gemm(
     m: int, n: int, k: int, a_rowwise: bool, b_rowwise: bool, has_bias: bool, dtype: torch.dtype, device: torch.device,
-    *, promoted: bool = True,
+    *, promoted: bool = True, int8: bool = False,
 ) -> None:  # fmt: skip
-    a, b = codes(m, k, 1, device), codes(n, k, 2, device)
+    make = int8_codes if int8 else codes
+    a, b = make(m, k, 1, device), make(n, k, 2, device)
     a_scale = scales(m if a_rowwise else 1, 1, seed=3, device=device)
     b_scale = scales(n, 1, seed=4, device=device) if b_rowwise else None
     b_factor = 0.25
@@ -59,12 +66,25 @@ def check_gemm(
 
 @settings(max_examples=25)
 @given(
-    m=SIZES, n=SIZES, k=st.one_of(SIZES, st.just(300)), a=st.booleans(), b=st.booleans(), bias=st.booleans(), fp32=st.booleans()
-)
+    m=SIZES, n=SIZES, k=st.one_of(SIZES, st.just(300)), a=st.booleans(), b=st.booleans(), bias=st.booleans(),
+    fp32=st.booleans(), int8=st.booleans(),
+)  # fmt: skip
 def test_interpreted_products_are_exact(
-    interpreter: None, m: int, n: int, k: int, a: bool, b: bool, bias: bool, fp32: bool
+    interpreter: None, m: int, n: int, k: int, a: bool, b: bool, bias: bool, fp32: bool, int8: bool
 ) -> None:
-    check_gemm(m, n, k, a, b, bias, torch.float32 if fp32 else torch.bfloat16, torch.device("cpu"))
+    check_gemm(
+        m, n, k, a, b, bias, torch.float32 if fp32 else torch.bfloat16, torch.device("cpu"), promoted=not int8, int8=int8
+    )
+
+
+def test_sums_of_int8_are_exact_where_fp32_would_round(where: torch.device) -> None:
+    """127² · 12,000 is past 2²⁴, from where FP32 counts in twos."""
+    m, n, k = 3, 2, 12_001
+    a = torch.full((m, padded_size(k, 16)), 127, dtype=torch.int8)
+    b = torch.full((n, padded_size(k, 16)), 127, dtype=torch.int8)
+    b[0, ::2] = -127
+    out = gemm(a.to(where), b.to(where), torch.ones(m, 1, device=where), None, m, n, k, out_dtype=torch.float32, promoted=False)
+    assert out.cpu()[:, 0].tolist() == [-(127.0**2)] * m
 
 
 def test_split_contractions_add_up(where: torch.device) -> None:
@@ -77,9 +97,9 @@ def test_split_contractions_add_up(where: torch.device) -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(2048, 768, 256), (12288, 4096, 1024), (300, 200, 100), (130, 64, 12288), (1, 1, 16)]
 )
-@pytest.mark.parametrize("promoted", [True, False])
-def test_compiled_products(gpu: torch.device, m: int, n: int, k: int, promoted: bool) -> None:
-    check_gemm(m, n, k, True, True, False, torch.bfloat16, gpu, promoted=promoted)
+@pytest.mark.parametrize("kind", ["promoted", "fast", "int8"])
+def test_compiled_products(gpu: torch.device, m: int, n: int, k: int, kind: str) -> None:
+    check_gemm(m, n, k, True, True, False, torch.bfloat16, gpu, promoted=kind == "promoted", int8=kind == "int8")
 
 
 class TestTiles:

@@ -13,7 +13,8 @@ def cases() -> dict[str, tuple[object, ...]]:
     a, b = torch.randn(20, 32).to(torch.float8_e4m3fn), torch.randn(24, 32).to(torch.float8_e4m3fn)
     return {
         "cast_e4m3": (torch.randn(20, 30), None, "rowwise", 20, 32, 1.0, "1x128", 32, 32, 1.0),
-        "fp8_gemm": (a, b, torch.ones(20, 1), torch.ones(1, 1), torch.randn(24), 20, 24, 32, torch.bfloat16, True, 0.5),
+        "cast_int8_rows": (torch.randn(20, 30), 32, 32),
+        "scaled_gemm": (a, b, torch.ones(20, 1), torch.ones(1, 1), torch.randn(24), 20, 24, 32, torch.bfloat16, True, 0.5),
         "block_forward": (
             a, None, 0.5, b, torch.ones(24), None, 20, 32, 256, 1e-5, "relu", torch.bfloat16, True, True, None, False,
         ),

@@ -14,6 +14,7 @@ from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers import triton as provider
 from loka.nn.linear import LokaLinear
 from loka.numerics.formats import decode
+from loka.numerics.scaling import quantize
 
 OURS = [name for name in KERNELS.names() if name.startswith("triton.")]
 SITES = [SiteShape(2048, 256, 768), SiteShape(300, 200, 100), SiteShape(1, 16, 1)]
@@ -65,6 +66,50 @@ def test_a_linear_layer_s_copies_are_rewritten_where_they_lie(where: torch.devic
             scale = operand.scale[: operand.outer] if form.spec.scaling is Scaling.ROWWISE else operand.scale  # type: ignore[index]
             value = decode(operand.codes)[: operand.outer, : operand.contraction] * scale
             assert ((value - weight).abs() <= weight.abs() / 15 + scale * 2.0**-9).all()
+
+
+def test_rows_of_int8_go_beside_forms_of_e4m3(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fprop in int8 and wgrad in e4m3 ask for: cast together, and rewritten together."""
+    monkeypatch.setattr(provider, "missing_triton", lambda device: None)
+    caster = CASTERS.get("triton")
+    assert isinstance(caster, Rewriter)
+    int8, trans = (Form(OperandSpec(format, Scaling.ROWWISE, 16, 16), transposed) for format, transposed in (
+        (Format.INT8, False), (Format.E4M3, True),
+    ))  # fmt: skip
+    weight_NK = torch.randn(40, 72, generator=torch.Generator().manual_seed(0)).to(where)
+    operands = dict(zip((trans, int8), caster.cast(weight_NK, [trans, int8]), strict=True))
+    rewrite = caster.rewriting(weight_NK, operands, caster.remember(weight_NK, [trans, int8]))
+    for step in (1.0, 1.2, 0.9):
+        weight_NK.mul_(step)
+        rewrite()
+        expected = quantize(weight_NK, Format.INT8, Scaling.ROWWISE)
+        assert torch.equal(operands[int8].codes[:40, :72], expected.codes)
+        assert torch.equal(operands[int8].scale[:40], expected.scale)  # type: ignore[index]
+        value = decode(operands[trans].codes)[:72, :40] * operands[trans].scale[:72]  # type: ignore[index]
+        assert ((value - weight_NK.t()).abs() <= weight_NK.t().abs() / 15 + operands[trans].scale[:72] * 2.0**-9).all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("form", "cols"),
+    [
+        (Form(OperandSpec(Format.INT8, Scaling.ROWWISE), True), 64),
+        (Form(OperandSpec(Format.INT8, Scaling.TENSORWISE), False), 64),
+        (Form(OperandSpec(Format.INT8, Scaling.ROWWISE), False), 16385),
+    ],
+    ids=str,
+)
+def test_other_int8_is_left_to_others(form: Form, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provider, "missing_triton", lambda device: None)
+    problem = CastProblem(TensorName.X, 64, cols, Format.BF16, Device("cuda", "a GPU", (9, 0)))
+    assert "rows of at most 16384" in str(CASTERS.get("triton").why_not(form, problem))
+
+
+def test_int8_is_for_fprop_of_rows_that_fit() -> None:
+    kernel, device = KERNELS.get("triton.int8_rowwise"), Device("cuda", "a GPU", (9, 0))
+    problems = {role: GemmProblem.of(role, SiteShape(64, 512, 32), Format.BF16, device) for role in Role}
+    assert {role for role, problem in problems.items() if kernel.why_not(problem) is None} == {Role.FPROP}
+    wide = GemmProblem.of(Role.FPROP, SiteShape(64, 16385, 32), Format.BF16, device)
+    assert "at most 16384" in str(kernel.why_not(wide))
 
 
 def test_what_is_transformed_or_shared_out_is_not_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
