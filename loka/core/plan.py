@@ -21,7 +21,7 @@ from loka.core.vectors import read_vectors, write_vectors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.plan/2"
+SCHEMA = "loka.plan/3"
 
 
 class Goal(StrEnum):
@@ -57,9 +57,9 @@ class BlockPlan(Struct, frozen=True):
     producer: str | None = None  # a site
 
 
-class ExactForward(Struct, frozen=True):
-    """A site at its fastest with fprop in high precision and no block: what it is given back to where the rounding of its
-    forward pass costs too much. Rounding of gradients does not show in the loss."""
+class FinerForward(Struct, frozen=True):
+    """A site at its fastest with less noise in fprop, and no block: what it is given back to where the rounding of its forward
+    pass costs too much. Rounding of gradients does not show in the loss."""
 
     kernels: dict[Role, Choice]
     baseline_us: float
@@ -79,7 +79,7 @@ class SitePlan(Struct, frozen=True):
     transform: Transform = Transform.NONE
     block: BlockPlan | None = None
     refused: tuple[Refusal, ...] = ()
-    exact_forward: ExactForward | None = None  # where gradients in 8 bits alone are worth it, too
+    finer: tuple[FinerForward, ...] = ()  # those worth it: fprop in a finer 8-bit format, then in high precision
 
     @property
     def is_low_precision(self) -> bool:
@@ -99,14 +99,24 @@ class SitePlan(Struct, frozen=True):
         refused = (*self.refused, *self._given_up_for(choices, reason))
         return SitePlan(self.site, self.k, self.n, choices, self.baseline_us, self.baseline_us, reason, refused=refused)
 
-    def with_exact_forward(self, kernel: str, reason: str) -> "SitePlan":
-        """The same site with fprop given back to ``kernel``, and with all roles where gradients alone are not worth it."""
-        exact = self.exact_forward
-        if exact is None:
+    def with_finer_forward(self, kernel: str, reason: str) -> "SitePlan":
+        """The same site with less noise in fprop, and with all roles given back to ``kernel`` where that is not worth it."""
+        if not self.finer:
             return self.in_high_precision(kernel, reason)
-        choices = exact.kernels | {Role.FPROP: Choice(kernel, reason)}
+        forward, *others = self.finer
+        choices = forward.kernels | {Role.FPROP: msgspec.structs.replace(forward.kernels[Role.FPROP], reason=reason)}
         refused = (*self.refused, *self._given_up_for(choices, reason))
-        return SitePlan(self.site, self.k, self.n, choices, exact.baseline_us, exact.time_us, reason, refused=refused)
+        return SitePlan(
+            self.site,
+            self.k,
+            self.n,
+            choices,
+            forward.baseline_us,
+            forward.time_us,
+            reason,
+            refused=refused,
+            finer=tuple(others),
+        )
 
     def _given_up_for(self, choices: Mapping[Role, Choice], reason: str) -> list[Refusal]:
         gave_up = {role: choice for role, choice in self.kernels.items() if choice.error}
@@ -151,8 +161,8 @@ class Plan:
         return self._changing(reasons, SitePlan.in_high_precision)
 
     def giving_back_forward(self, reasons: Mapping[str, str]) -> "Plan":
-        """The same for fprop alone, wherever 8 bits in the gradients are worth it by themselves."""
-        return self._changing(reasons, SitePlan.with_exact_forward)
+        """The same for fprop alone: to a finer format, or to high precision, wherever the other 8 bits are worth it then."""
+        return self._changing(reasons, SitePlan.with_finer_forward)
 
     def _changing(self, reasons: Mapping[str, str], change: Callable[[SitePlan, str, str], SitePlan]) -> "Plan":
         sites = tuple(
@@ -187,6 +197,20 @@ class Plan:
 def _without_exact_forward(fields: Fields) -> Fields:
     """Its sites do not know how they would run with an exact forward: they are given back whole."""
     return fields
+
+
+@migrates("loka.plan/2")
+def _with_one_finer_forward(fields: Fields) -> Fields:
+    """Its sites know of an exact forward alone."""
+    sites = fields.get("sites")
+    if not isinstance(sites, list):
+        return fields  # no plan: which reading it will tell
+    return {**fields, "sites": [_with_list_of_finer(site) if isinstance(site, dict) else site for site in sites]}
+
+
+def _with_list_of_finer(site: Fields) -> Fields:
+    exact = site.get("exact_forward")
+    return {**{name: value for name, value in site.items() if name != "exact_forward"}, "finer": [exact] if exact else []}
 
 
 def digest_of_plan(run: str | Path) -> str:

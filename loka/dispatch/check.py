@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from loka.core.errors import InvalidInput
-from loka.core.plan import Goal, Plan
+from loka.core.gemm import Role
+from loka.core.plan import Goal, Plan, SitePlan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
 from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
@@ -34,7 +35,7 @@ GRADIENT_BATCHES = 2
 @dataclass(frozen=True)
 class Round:
     """One trial of the whole plan. ``gave_back`` are the sites that went to high precision after it, if any; where the loss had
-    decided, their forward pass alone if that is worth it."""
+    decided, their forward pass alone if that is worth it, perhaps to a finer 8-bit format first."""
 
     sites: int
     change: LossChange
@@ -58,8 +59,8 @@ class CheckedPlan:
 
     def __str__(self) -> str:
         last = self.rounds[-1]
-        in_part = {site.site for site in self.plan.sites if site.is_low_precision}
-        names = [f"{name} (forward alone)" if name in in_part else name for name in self.given_back]
+        sites = {site.site: site for site in self.plan.sites}
+        names = [f"{name}{_what_of_it(sites[name])}" for name in self.given_back]
         loss = f"loss {last.change.whole:+.4%} of high precision's {self.baseline_loss:.5g}"
         gradients = f"gradients at most {last.gradients.error:.0%} off, " if last.gradients else ""
         found = f"{loss}, rounding costs {last.change.rounding:.4%}, {gradients}{last.speedup:.2f}× as fast"
@@ -85,11 +86,11 @@ def check_plan(
     where it grows), and the loss on these batches has not surely risen by more (see ``loka.dispatch.loss_change``); when in
     training no module's gradients are off by more than 70 % of their size; and when a step (forward, backward and the casts of
     weights for a training plan, forward for serving) is at least ``min_speedup`` times as fast. Loss decides first: the sites
-    that save least for what they harm by themselves go, and of them fprop alone where 8 bits in the gradients are worth it.
-    Then gradients, those of what lies in front of the model too, in the model as it is compiled: this sees that they arrive;
-    how exact they are is the plan's limit at each role. Then time: a quarter of the sites in a round, those that the plan
-    expects to save least. ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are ``apply_plan``'s. The model is
-    left as it was, without a plan.
+    that save least for what they harm by themselves go, and of them fprop alone where that is worth it, to a finer 8-bit format
+    first. Then gradients, those of what lies in front of the model too, in the model as it is compiled: this sees that they
+    arrive; how exact they are is the plan's limit at each role. Then time: a quarter of the sites in a round, those that the
+    plan expects to save least. ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are ``apply_plan``'s. The
+    model is left as it was, without a plan.
     """
     if applied_to(model) is not None:
         raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
@@ -109,6 +110,7 @@ def check_plan(
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
         rounds: list[Round] = []
         alone: dict[str, LossChange] = {}
+        changed: tuple[str, ...] = ()
         alone_in_gradients: dict[str, GradientChange] = {}
         while True:
             planned = [site for site in plan.sites if site.is_low_precision]
@@ -128,20 +130,29 @@ def check_plan(
                 gone = (worst,)
                 plan = plan.giving_back({worst: f"given back by check_plan: {why}"})
             elif tried.speedup is None:
-                alone = alone or {site.site: trial.alone(plan, site.site, high) for site in planned}
                 rounding = [site for site in planned if site.rounds_forward] or planned
+                unknown = [site.site for site in rounding if site.site not in alone or site.site in changed]
+                alone |= {name: trial.alone(plan, name, high) for name in unknown}
                 gone = too_costly(rounding, alone, tried.change, limit)
                 whole = f"the whole plan did {tried.change.rounding:.3%} ({tried.change.whole:+.3%})"
                 plan = plan.giving_back_forward(
                     {name: f"given back by check_plan: alone it costs {alone[name]}, and {whole}" for name in gone}
                 )
-                for name in gone:
-                    alone_in_gradients.pop(name, None)  # it runs on other kernels now, if on any
+                changed = gone  # they run on other kernels now, if on any
+                for name in changed:
+                    alone_in_gradients.pop(name, None)
             else:
                 gone = too_slow(planned)
                 why = f"the whole plan ran {tried.speedup:.2f}× as fast as high precision, and this site saves little"
                 plan = plan.giving_back(dict.fromkeys(gone, f"given back by check_plan: {why}"))
             rounds.append(replace(tried, gave_back=gone))
+
+
+def _what_of_it(site: SitePlan) -> str:
+    """Of a site that was given back, in words: all, or its forward pass, and to what."""
+    if site.rounds_forward:
+        return f" (forward to {site.kernels[Role.FPROP].kernel})"
+    return " (forward alone)" if site.is_low_precision else ""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """What a plan says of one site: the choice at every role with its numbers and reason, and what was refused."""
 
 from loka.core.gemm import Role
-from loka.core.plan import BlockPlan, Choice, ExactForward, Refusal, SitePlan
+from loka.core.plan import BlockPlan, Choice, FinerForward, Refusal, SitePlan
 from loka.planner.costs import ROLES, SiteCosts
 from loka.planner.limits import METRIC, Limits
 from loka.planner.options import BlockOption, SiteOption
-from loka.planner.study import Study
+from loka.planner.study import Study, finer_forwards
 
 
 def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits: Limits) -> SitePlan:
@@ -33,16 +33,20 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
         reason=reason,
         transform=option.transform,
         refused=refused,
-        exact_forward=_exact_forward(study, limits),
+        finer=_finer(study, choices[Role.FPROP], limits),
     )
 
 
-def _exact_forward(study: Study, limits: Limits) -> ExactForward | None:
-    option = study.exact_forward
-    if option is None:
-        return None
-    choices = {role: _choice(study.costs, option, role, limits) for role in ROLES[limits.goal]}
-    return ExactForward(choices, study.costs.baseline_us, option.time_us)
+def _finer(study: Study, forward: Choice, limits: Limits) -> tuple[FinerForward, ...]:
+    noise = forward.error.mean if forward.error else 0.0
+    return tuple(
+        FinerForward(
+            {role: _choice(study.costs, option, role, limits) for role in ROLES[limits.goal]},
+            study.costs.baseline_us,
+            option.time_us,
+        )
+        for option in finer_forwards(study, noise, limits)
+    )
 
 
 def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) -> Choice:
@@ -84,7 +88,7 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
         reason=reason,
         block=BlockPlan(block.kernel, block.norm, block.activation, fp8_input, site.producer if fp8_input else None),
         refused=(*study.refused, *also, *others),
-        exact_forward=_exact_forward(study, limits),
+        finer=_finer(study, choices[Role.FPROP], limits),
     )
 
 

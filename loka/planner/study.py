@@ -1,14 +1,14 @@
 """One site studied by itself: its fastest triple, the blocks it could be, and why everything else is refused."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Refusal
 from loka.core.recipe import Transform
-from loka.core.survey import SiteSurvey
+from loka.core.survey import Candidate, SiteSurvey
 from loka.planner.costs import ROLES, SiteCosts
-from loka.planner.limits import Limits
+from loka.planner.limits import METRIC, Limits
 from loka.planner.options import (
     BlockOption,
     ByRole,
@@ -19,6 +19,8 @@ from loka.planner.options import (
     key_of,
     qualified_candidates,
 )
+
+QUIETER = 0.5  # the noise of an fprop that is worth changing to, beside the noise there was
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Study:
     option: SiteOption | None
     blocks: tuple[BlockOption, ...]
     refused: tuple[Refusal, ...]
-    exact_forward: SiteOption | None = None  # the fastest triple with fprop in high precision, if it is worth it
+    qualified: ByRole = field(default_factory=dict)  # what is accurate enough, the fastest and the others
 
     @property
     def baseline_us(self) -> float:
@@ -60,7 +62,7 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
     option = fastest_triple(costs, leaders)
     if option is None:
         stays = "no kernel is able and accurate enough"
-        return Study(site, costs, stays, None, tuple(blocks), (*refused, *refused_blocks))
+        return Study(site, costs, stays, None, tuple(blocks), (*refused, *refused_blocks), qualified)
     stays = _why_stay(costs, option, limits) or _why_no_faster(blocks, option)
     against = f"{costs.baseline_us:.4g} in high precision" if stays else f"{option.time_us:.4g} as chosen"
     for candidate in (c for candidates in leaders.values() for c in candidates):
@@ -68,15 +70,24 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
             at_best_us = option.best_with_us[key_of(candidate)]
             why = f"accurate enough, but with it the site takes at best {at_best_us:.4g} µs a step, {against}"
             refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
-    exact_forward = _with_exact_forward(costs, leaders, blocks, limits)
-    return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks), exact_forward)
+    return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks), qualified)
 
 
-def _with_exact_forward(costs: SiteCosts, leaders: ByRole, blocks: Sequence[BlockOption], limits: Limits) -> SiteOption | None:
-    plain = {role: [c for c in candidates if c.transform is Transform.NONE] for role, candidates in leaders.items()}
-    option = fastest_triple(costs, plain | {Role.FPROP: []})
-    is_worth_it = option and not _why_stay(costs, option, limits) and not _why_no_faster(blocks, option)
-    return option if is_worth_it else None
+def finer_forwards(study: Study, noise: float, limits: Limits) -> tuple[SiteOption, ...]:
+    """For a site whose fprop has ``noise``: the fastest with half of it, where that is faster than the fastest with an exact
+    fprop; and that one. Each is worth it by itself."""
+    plain = {role: [c for c in candidates if c.transform is Transform.NONE] for role, candidates in study.qualified.items()}
+    quiet = [c for c in plain[Role.FPROP] if c.error[METRIC].mean <= QUIETER * noise]
+    found: list[SiteOption] = []
+    exact: list[Candidate] = []
+    for forward in (exact, quiet):
+        leaders, _ = fastest_of_alike(study.costs, plain | {Role.FPROP: forward})
+        option = fastest_triple(study.costs, leaders)
+        if option is None or _why_stay(study.costs, option, limits) or _why_no_faster(study.blocks, option):
+            continue
+        if not found or option.time_us < found[-1].time_us:
+            found.append(option)
+    return tuple(reversed(found))
 
 
 def _why_not_measured(site: SiteSurvey) -> str:

@@ -26,7 +26,7 @@ from loka.train.trainer import Trainer
 PROBE_SEED = 1_000_003  # of the runs that plans are made from: none of those that are compared
 PROBED_STEPS, SAMPLES = 200, 10
 LEAST_CHECKED, CHECKED_EXAMPLES = 4, 16_384  # batches, and examples, of the joint check
-EMULATED = ("reference.tensorwise", "reference.rowwise")  # what a plan on the CPU chooses from
+EMULATED = ("reference.tensorwise", "reference.rowwise", "reference.int8_rowwise")  # what a plan on the CPU chooses from
 
 
 def survey_model(

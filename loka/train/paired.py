@@ -33,7 +33,7 @@ from loka.train.trainer import Trainer
 POINTS = 100  # of a run's trajectory
 TEST_BATCH = 4096
 MODS_AS_OF = 2  # since no_bias leaves alone the layers that read the model's inputs: another model than before
-PLANS_AS_OF = 3  # since rounding may cost training a quarter of what it might: fewer forward passes than before
+PLANS_AS_OF = 4  # since a forward pass whose rounding costs too much goes to a finer 8-bit format first
 
 
 @dataclass(frozen=True)

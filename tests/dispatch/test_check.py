@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
-from loka.core.plan import BlockPlan, Choice, ExactForward, Goal, Plan
+from loka.core.plan import BlockPlan, Choice, FinerForward, Goal, Plan
 from loka.dispatch.check import CheckedPlan
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
@@ -84,8 +84,8 @@ def test_a_site_whose_forward_hurts_keeps_its_gradients_in_8_bits() -> None:
     """As far as that is worth it: which the plan knows of one site and not of the other."""
     plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
     rowwise = plan.sites[1].kernels[Role.DGRAD]
-    exact = ExactForward({Role.FPROP: Choice("torch.fp32", ""), Role.DGRAD: rowwise, Role.WGRAD: rowwise}, 100.0, 70.0)
-    sites = tuple(msgspec.structs.replace(s, exact_forward=exact if s.site == "top.0" else None) for s in plan.sites)
+    exact = FinerForward({Role.FPROP: Choice("torch.fp32", ""), Role.DGRAD: rowwise, Role.WGRAD: rowwise}, 100.0, 70.0)
+    sites = tuple(msgspec.structs.replace(s, finer=(exact,) if s.site == "top.0" else ()) for s in plan.sites)
     model, x = tower(), BATCHES[0]
     checked = check(Plan(msgspec.structs.replace(plan.document, sites=sites), {}), model, max_loss_change=0.0)
     assert set(checked.given_back) == set(SITES)
@@ -107,6 +107,30 @@ def test_a_site_whose_forward_hurts_keeps_its_gradients_in_8_bits() -> None:
     assert 0.01 < off["top.0.weight"] < 0.1
     assert 0.01 < off["bottom.weight"] < 0.1, "its dy comes from dgrad of the site behind it"
     assert off["top.2.weight"] == 0
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.0])
+def test_a_forward_that_hurts_goes_to_a_finer_format_first(limit: float) -> None:
+    """int8 has a fourth of e4m3's noise, so a sixteenth of its cost: within the first limit, and not within none at all."""
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+    rowwise = plan.sites[1].kernels[Role.DGRAD]
+    int8 = Choice("reference.int8_rowwise", "", rowwise.error)
+    finer = tuple(
+        FinerForward({Role.FPROP: forward, Role.DGRAD: rowwise, Role.WGRAD: rowwise}, 100.0, time_us)
+        for forward, time_us in ((int8, 60.0), (Choice("torch.fp32", ""), 70.0))
+    )
+    sites = tuple(msgspec.structs.replace(s, finer=finer) if s.site in SITES else s for s in plan.sites)
+    checked = check(Plan(msgspec.structs.replace(plan.document, sites=sites), {}), max_loss_change=limit)
+    assert checked.rounds[0].change.harm > 1e-3
+    assert set(checked.rounds[0].gave_back) == set(SITES)
+    by_name = {site.site: site for site in checked.plan.sites}
+    forwards = {by_name[name].kernels[Role.FPROP].kernel for name in SITES}
+    assert forwards == ({"reference.int8_rowwise"} if limit else {"torch.fp32"})
+    assert all(by_name[name].is_low_precision for name in SITES)
+    assert ("forward to reference.int8_rowwise" in str(checked)) is (limit > 0)
+    if not limit:
+        assert [len(one.gave_back) for one in checked.rounds] == [3, 3, 0]
+        assert max(checked.alone[name].harm for name in SITES) < 1e-3, "taken again, of the finer format"
 
 
 class _LosesWhatItIsGiven:

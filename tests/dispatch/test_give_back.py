@@ -2,11 +2,12 @@
 
 import math
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loka.core.gemm import Role
-from loka.core.plan import Choice, ExactForward, SitePlan
+from loka.core.plan import Choice, FinerForward, SitePlan
 from loka.dispatch.give_back import too_costly
 from loka.dispatch.loss_change import LossChange
 
@@ -14,8 +15,8 @@ from loka.dispatch.loss_change import LossChange
 def site(name: str, saves_us: float, exact_saves_us: float | None = None) -> SitePlan:
     """That saves so much of 1,000 µs, and with its forward pass in high precision still so much, or nothing."""
     kernels = {role: Choice("reference.rowwise", "") for role in Role}
-    exact = None if exact_saves_us is None else ExactForward(kernels, 1000.0, 1000.0 - exact_saves_us)
-    return SitePlan(name, 64, 64, kernels, 1000.0, 1000.0 - saves_us, "", exact_forward=exact)
+    finer = () if exact_saves_us is None else (FinerForward(kernels, 1000.0, 1000.0 - exact_saves_us),)
+    return SitePlan(name, 64, 64, kernels, 1000.0, 1000.0 - saves_us, "", finer=finer)
 
 
 def cost(value: float) -> LossChange:
@@ -33,6 +34,14 @@ def test_only_what_the_forward_pass_saves_counts() -> None:
     sites = [site("gradients alone are worth it", 500.0, 499.0), site("forward is", 50.0)]
     alone = dict.fromkeys((one.site for one in sites), cost(4e-5))
     assert too_costly(sites, alone, cost(8e-5), limit=5e-5) == ("gradients alone are worth it",)
+
+
+def test_a_block_is_taken_from_its_own_baseline() -> None:
+    """It saves 300 of 1,500 µs with its norm, and without being a block 250 of 1,000: 50 by its forward pass."""
+    block = msgspec.structs.replace(site("block", 0.0, 250.0), baseline_us=1500.0, time_us=1200.0)
+    sites = [block, site("layer", 100.0)]
+    alone = dict.fromkeys(("block", "layer"), cost(4e-5))
+    assert too_costly(sites, alone, cost(8e-5), limit=5e-5) == ("block",)
 
 
 def test_what_the_whole_costs_more_is_shared_out() -> None:

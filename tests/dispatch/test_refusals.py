@@ -288,11 +288,29 @@ def test_what_a_schema_cannot_say_is_checked(tmp_path: Path) -> None:
         Plan.load(tmp_path)
 
 
+def test_a_plan_from_before_finer_formats_is_read(saved: Path) -> None:
+    document = msgspec.json.decode(saved.read_bytes())
+    exact = {"kernels": document["sites"][0]["kernels"], "baseline_us": 100.0, "time_us": 70.0}
+    for site in document["sites"]:
+        site.pop("finer", None)
+    document["sites"][0]["exact_forward"] = exact
+    document["sites"][1]["exact_forward"] = None
+    older = saved.with_name("older.json")
+    older.write_bytes(msgspec.json.encode(document | {"schema": "loka.plan/2"}))
+    older.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())
+    first, *others = Plan.load(older).sites
+    assert [(one.baseline_us, one.time_us, one.kernels) for one in first.finer] == [(100.0, 70.0, first.kernels)]
+    assert all(site.finer == () for site in others)
+    older.write_bytes(msgspec.json.encode(document | {"schema": "loka.plan/2", "sites": "none"}))
+    with pytest.raises(LokaError, match=r"older\.json"):
+        Plan.load(older)
+
+
 def test_a_plan_from_before_exact_forwards_is_read(saved: Path) -> None:
     document = msgspec.json.decode(saved.read_bytes())
-    assert document["schema"] == "loka.plan/2"
+    assert document["schema"] == "loka.plan/3"
     for site in document["sites"]:
-        site.pop("exact_forward", None)
+        site.pop("finer", None)
     older = saved.with_name("older.json")
     older.write_bytes(msgspec.json.encode(document | {"schema": "loka.plan/1"}))
     older.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())

@@ -189,4 +189,4 @@ def test_a_block_whose_forward_is_given_back_is_none_and_the_one_behind_it_casts
     assert (b.block.fp8_input, b.block.producer) == (False, None)
     fast_block = block(60.0, 165.0, epilogue_training_us={M: 50.0})
     (slow,) = loka.make_plan(survey(site("a", (fprop, wgrad, own), blocks=(fast_block,)))).sites
-    assert slow.exact_forward is None, "beside what compiled blocks take, it is no gain"
+    assert slow.finer == (), "beside what compiled blocks take, it is no gain"

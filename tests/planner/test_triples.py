@@ -1,7 +1,9 @@
 """The choice at one site against brute force over every triple, computed here from the definition of a site's cost."""
 
+import math
 from itertools import product
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,9 +28,9 @@ def plan_of(one: SiteSurvey, **limits: object) -> SitePlan:
     return loka.make_plan(survey(one), **limits).sites[0]  # type: ignore[arg-type]
 
 
-def brute_force(one: SiteSurvey, goal: Goal, limit: float, exact: tuple[Role, ...] = ()) -> float:
-    """The least time of a step over all triples of kernels within ``limit``, each priced call by call; those of ``exact``
-    stay in high precision."""
+def brute_force(one: SiteSurvey, goal: Goal, limit: float, noise: float = math.inf) -> float:
+    """The least time of a step over all triples of kernels within ``limit``, each priced call by call; fprop has at most
+    ``noise``."""
     roles = list(Role) if goal is Goal.TRAINING else [Role.FPROP]
     at = {(c.role, c.kernel): c for c in one.candidates}
     casts = {(c.tensor, frozenset(c.forms)): c.time_us for c in one.casts}
@@ -57,7 +59,10 @@ def brute_force(one: SiteSurvey, goal: Goal, limit: float, exact: tuple[Role, ..
         return total
 
     def able(c: Candidate) -> bool:
-        return c.kernel == BASELINE or (c.role not in exact and c.why_not is None and c.error["mere_floored"].high <= limit)
+        if c.kernel == BASELINE:
+            return True
+        is_quiet = c.role is not Role.FPROP or c.error["mere_floored"].mean <= noise
+        return is_quiet and c.why_not is None and c.error["mere_floored"].high <= limit
 
     triples = product(*([c for c in one.candidates if c.role is role and able(c)] for role in roles))
     return min(step_us(triple) for triple in triples)
@@ -118,10 +123,11 @@ def test_the_choice_is_the_best_of_all_triples(one: SiteSurvey, goal: Goal, limi
 def test_the_best_with_an_exact_forward_is_known_where_it_is_worth_it(one: SiteSurvey, limit: float, least: float) -> None:
     plan = plan_of(one, max_error=limit, min_speedup=least)
     if not plan.is_low_precision:
-        assert plan.exact_forward is None
+        assert plan.finer == ()
         return
-    best = brute_force(one, Goal.TRAINING, limit, exact=(Role.FPROP,))
-    given = plan.with_exact_forward(BASELINE, "for a reason")
+    plan = msgspec.structs.replace(plan, finer=tuple(f for f in plan.finer if f.kernels[Role.FPROP].error is None))
+    best = brute_force(one, Goal.TRAINING, limit, noise=0.0)
+    given = plan.with_finer_forward(BASELINE, "for a reason")
     assert not given.rounds_forward
     assert given.kernels[Role.FPROP].reason == "for a reason"
     if plan.baseline_us < least * best * (1 - 1e-9) or best > plan.baseline_us * (1 - 1e-9):
@@ -135,7 +141,32 @@ def test_the_best_with_an_exact_forward_is_known_where_it_is_worth_it(one: SiteS
     # What it had and has no more is refused, with the reason.
     lost = {(r, c.kernel) for r, c in plan.kernels.items() if c.error and given.kernels[r].kernel != c.kernel}
     assert {(r.role, r.kernel) for r in given.refused if r.reason == "for a reason"} == lost
-    assert plan_of(one, goal=Goal.SERVING, max_error=limit, min_speedup=least).exact_forward is None
+    serving = plan_of(one, goal=Goal.SERVING, max_error=limit, min_speedup=least)
+    assert all(forward.kernels[Role.FPROP].error for forward in serving.finer)
+
+
+@settings(max_examples=80)
+@given(one=surveys(), goal=st.sampled_from(Goal), limit=st.sampled_from([0.2, 0.4]), least=st.sampled_from([1.0, 1.3]))
+def test_a_finer_forward_has_half_the_noise_and_is_the_best_of_those(
+    one: SiteSurvey, goal: Goal, limit: float, least: float
+) -> None:
+    plan = plan_of(one, goal=goal, max_error=limit, min_speedup=least)
+    quiet = [forward for forward in plan.finer if forward.kernels[Role.FPROP].error is not None]
+    if not plan.is_low_precision or plan.kernels[Role.FPROP].error is None:
+        assert not quiet
+        return
+    noise = plan.kernels[Role.FPROP].error.mean / 2
+    best, exact = (brute_force(one, goal, limit, noise=most) for most in (noise, 0.0))
+    assert len(quiet) == len(plan.finer[: len(quiet)]) <= 1, "and it comes before the exact one"
+    if quiet:
+        assert quiet[0].time_us == pytest.approx(best)
+        assert best < exact * (1 + 1e-9)
+        assert quiet[0].kernels[Role.FPROP].error.mean <= noise * (1 + 1e-9)
+        given = plan.with_finer_forward(BASELINE, "for a reason")
+        assert (given.kernels[Role.FPROP].reason, given.rounds_forward) == ("for a reason", True)
+        assert given.finer == plan.finer[1:]
+    elif plan.baseline_us > least * best * (1 + 1e-9):
+        assert best == pytest.approx(exact), "an exact one is as fast"
 
 
 def test_a_shared_cast_is_paid_once() -> None:
