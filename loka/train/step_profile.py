@@ -60,6 +60,7 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "epilogue_backward_kernel": Kind.ELEMENTWISE,
     "norm_forward_kernel": Kind.ELEMENTWISE,
     "loka::cast_e4m3": Kind.CAST,
+    "loka::cast_int8_rows": Kind.CAST,
     "loka::block_forward": Kind.GEMM,
     "loka::scaled_gemm": Kind.GEMM,
     "loka::mm_tf32": Kind.GEMM,

@@ -64,7 +64,9 @@ def test_kernels_of_a_compiled_step_are_sorted_by_name_and_by_who_launched_them(
         ("amax_kernel", AFTER_A_STEP, Kind.CAST),
         ("remember_kernel", AFTER_A_STEP, Kind.CAST),
         ("rowwise_kernel", ("loka::cast_e4m3", "CompiledFunctionBackward"), Kind.CAST),
+        ("rowwise_kernel", ("loka::cast_int8_rows", *COMPILED), Kind.CAST),
         ("Memset (Device)", ("aten::zero_", "aten::new_zeros", "loka::cast_e4m3", *COMPILED), Kind.CAST),  # room for amaxes
+        ("Memset (Device)", ("aten::zero_", "loka::cast_int8_rows", *COMPILED), Kind.CAST),
         ("_kernel_quantize_fp8_row", ("fbgemm::quantize_fp8_per_row", *COMPILED), Kind.CAST),
         ("void fbgemm_gpu::quantize_fp8_per_row_kernel<true>", AFTER_A_STEP, Kind.CAST),
         ("gemm_kernel", ("loka::scaled_gemm", *COMPILED), Kind.GEMM),

@@ -94,7 +94,7 @@ class TritonScaled:
 @dataclass(frozen=True)
 class TritonInt8:
     """int8 with a scale a row, for fprop: where a row's values are of one size, as behind a norm, its noise is a fourth of
-    e4m3's, its sums are exact, and tensor cores are as fast with it. Gradients span too many binades for it."""
+    e4m3's, its sums are exact, and the tensor cores' peak is the same. Gradients span too many binades for it."""
 
     name: str = "triton.int8_rowwise"
 

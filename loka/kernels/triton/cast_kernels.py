@@ -193,8 +193,8 @@ def rowwise_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
-    LARGEST: tl.constexpr = INT8_MAX if codes_ptr.dtype.element_ty == tl.int8 else E4M3_MAX
-    scale_R = scale_of(tl.max(magnitude(x_RC), axis=1), LARGEST)
+    LARGEST_CODE: tl.constexpr = INT8_MAX if codes_ptr.dtype.element_ty == tl.int8 else E4M3_MAX
+    scale_R = scale_of(tl.max(magnitude(x_RC), axis=1), LARGEST_CODE)
     _store_plain(_scaled(x_RC, scale_R[:, None], True), row, col, codes_ptr, padded_rows, padded_cols)
     tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)
 

@@ -10,9 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 E4M3_MAX = tl.constexpr(448.0)
 INT8_MAX = tl.constexpr(127.0)
-TO_WHOLE = tl.constexpr(
-    12582912.0
-)  # 1.5·2²³: FP32 numbers of this size are whole, and adding it rounds to nearest, ties to even
+TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # FP32 numbers of this size are whole: adding it rounds to nearest, ties to even
 SMALLEST_SCALE = tl.constexpr(2.0**-126)  # FP32's smallest normal number
 INFINITY_BITS = tl.constexpr(0x7F800000)
 SMALLEST_EXPONENT = tl.constexpr(121)  # of e4m3's normal numbers, as FP32 writes it
