@@ -245,6 +245,8 @@ def _what_is_wrong(plan: Plan) -> str | None:
             return f"it names the site {site.site} twice"
         if Role.FPROP not in site.kernels:
             return f"it names no kernel for fprop of {site.site}"
+        if any(forward.kernels.keys() != site.kernels.keys() for forward in site.finer):
+            return f"a finer forward of {site.site} names other roles than the site"
         if (vector := vector_name(site)) is not None:
             shape = tuple(plan.vectors[vector].shape) if vector in plan.vectors else None
             if shape != (site.k,):

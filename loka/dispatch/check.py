@@ -51,7 +51,7 @@ class CheckedPlan:
     plan: Plan
     baseline_loss: float
     rounds: tuple[Round, ...]
-    alone: dict[str, LossChange]  # what each site does by itself; empty where the whole was good at once
+    alone: dict[str, LossChange]  # what each site did by itself when last asked; empty where the whole was good at once
 
     @property
     def given_back(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def check_plan(
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
         rounds: list[Round] = []
         alone: dict[str, LossChange] = {}
-        changed: tuple[str, ...] = ()
+        changed: set[str] = set()  # sites that run on other kernels than when they were asked
         alone_in_gradients: dict[str, GradientChange] = {}
         while True:
             planned = [site for site in plan.sites if site.is_low_precision]
@@ -133,13 +133,14 @@ def check_plan(
                 rounding = [site for site in planned if site.rounds_forward] or planned
                 unknown = [site.site for site in rounding if site.site not in alone or site.site in changed]
                 alone |= {name: trial.alone(plan, name, high) for name in unknown}
+                changed -= set(unknown)
                 gone = too_costly(rounding, alone, tried.change, limit)
                 whole = f"the whole plan did {tried.change.rounding:.3%} ({tried.change.whole:+.3%})"
                 plan = plan.giving_back_forward(
                     {name: f"given back by check_plan: alone it costs {alone[name]}, and {whole}" for name in gone}
                 )
-                changed = gone  # they run on other kernels now, if on any
-                for name in changed:
+                changed |= set(gone)
+                for name in gone:
                     alone_in_gradients.pop(name, None)
             else:
                 gone = too_slow(planned)

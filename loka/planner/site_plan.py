@@ -38,14 +38,15 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
 
 
 def _finer(study: Study, forward: Choice, limits: Limits) -> tuple[FinerForward, ...]:
-    noise = forward.error.mean if forward.error else 0.0
+    if forward.error is None:
+        return ()  # it is exact
     return tuple(
         FinerForward(
             {role: _choice(study.costs, option, role, limits) for role in ROLES[limits.goal]},
             study.costs.baseline_us,
             option.time_us,
         )
-        for option in finer_forwards(study, noise, limits)
+        for option in finer_forwards(study, forward.error.mean, limits)
     )
 
 

@@ -9,7 +9,7 @@ import msgspec
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loka.core.gemm import SOURCES
+from loka.core.gemm import SOURCES, Role
 from loka.core.plan import Goal, Plan
 from loka.core.survey import CastTime, SiteSurvey, Survey
 from loka.data.batch import Batch
@@ -47,7 +47,7 @@ def survey_model(
 def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = None) -> str:
     """Write the plan of a planned arm into ``folder``: from a run of its own, for all seeds alike. Returns a line about it.
 
-    It chooses from ``kernels`` and blocks; if none are given from all, on the CPU from those that emulate FP8.
+    It chooses from ``kernels`` and blocks; if none are given from all, on the CPU from those that emulate 8 bits.
 
     Whatever is accurate enough goes to 8 bits, in all its roles and whether it pays or not: the harder case for quality. The
     joint check, where the arm has one, is made at the end of the run, on batches kept for it: what rounding costs grows as a
@@ -119,6 +119,8 @@ def _site_as_if_8_bits_always_paid(site: SiteSurvey) -> SiteSurvey:
     measured = {m for c in site.candidates if c.kernel == site.baseline for m in c.gemm_us}
     candidates, casts = [], {(cast.tensor, cast.forms): cast for cast in site.casts}
     for candidate in site.candidates:
+        if candidate.kernel == "reference.int8_rowwise" and candidate.role is not Role.FPROP:
+            continue  # as on a GPU: gradients span too many binades
         times = {m: 1e6 * time_us for m, time_us in candidate.gemm_us.items()} if candidate.kernel == site.baseline else {}
         if not candidate.gemm_us and candidate.why_not is None:
             # One scale for all is the cheapest way wherever it is accurate enough.
