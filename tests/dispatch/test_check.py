@@ -111,7 +111,7 @@ def test_a_site_whose_forward_hurts_keeps_its_gradients_in_8_bits() -> None:
 
 @pytest.mark.parametrize("limit", [1e-3, 0.0])
 def test_a_forward_that_hurts_goes_to_a_finer_format_first(limit: float) -> None:
-    """int8 has a fourth of e4m3's noise, so a sixteenth of its cost: within the first limit, and not within none at all."""
+    """int8 has a third of e4m3's noise, so a tenth of its cost: within the first limit, and not within none at all."""
     plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
     rowwise = plan.sites[1].kernels[Role.DGRAD]
     int8 = Choice("reference.int8_rowwise", "", rowwise.error)

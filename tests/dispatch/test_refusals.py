@@ -288,6 +288,19 @@ def test_what_a_schema_cannot_say_is_checked(tmp_path: Path) -> None:
         Plan.load(tmp_path)
 
 
+def test_a_finer_forward_that_lacks_a_role_is_refused(saved: Path) -> None:
+    """Or giving a site back would find no kernel for it, in the middle of a check."""
+    document = msgspec.json.decode(saved.read_bytes())
+    site = document["sites"][0]
+    kernels = {role: choice for role, choice in site["kernels"].items() if role != "fprop"}
+    site["finer"] = [{"kernels": kernels, "baseline_us": 100.0, "time_us": 70.0}]
+    lacking = saved.with_name("lacking.json")
+    lacking.write_bytes(msgspec.json.encode(document))
+    lacking.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())
+    with pytest.raises(LokaError, match=f"a finer forward of {site['site']} names other roles"):
+        Plan.load(lacking)
+
+
 def test_a_plan_from_before_finer_formats_is_read(saved: Path) -> None:
     document = msgspec.json.decode(saved.read_bytes())
     exact = {"kernels": document["sites"][0]["kernels"], "baseline_us": 100.0, "time_us": 70.0}

@@ -36,7 +36,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 def kernels_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where fused blocks run by their kernels: a Hopper GPU, or Triton's interpreter, slow and so for few small tensors."""
     pytest.importorskip("triton")
-    from loka.kernels.triton.fp8 import INTERPRETED
+    from loka.kernels.triton.codes import INTERPRETED
 
     if (request.param == "cpu") != bool(INTERPRETED):
         pytest.skip("Triton interprets in one process and compiles in another: this one does the other")

@@ -47,11 +47,16 @@ def missing_triton(device: Device) -> str | None:
 
 @dataclass(frozen=True)
 class TritonScaled:
-    """One scale for a tensor or a row. STATIC is x's scale behind a norm; the other operand then has row scales."""
+    """One scale for a tensor or a row. STATIC is x's scale behind a norm; the other operand then has row scales.
+
+    int8 is for fprop: where a row's values are of one size, as behind a norm, its noise is a third of e4m3's, its sums are
+    exact, and the tensor cores' peak is the same.
+    """
 
     variant: str
     scaling: Scaling
     accumulation: Accumulation
+    format: Format = Format.E4M3
 
     @property
     def name(self) -> str:
@@ -68,7 +73,7 @@ class TritonScaled:
         if self.scaling is Scaling.STATIC:
             is_x = tensor is TensorName.X
             scaling, static_scale = (Scaling.STATIC, STATIC_SCALE) if is_x else (Scaling.ROWWISE, None)
-        return OperandSpec(Format.E4M3, scaling, outer_multiple, contraction_multiple=16, static_scale=static_scale)
+        return OperandSpec(self.format, scaling, outer_multiple, contraction_multiple=16, static_scale=static_scale)
 
     def recipe(self, role: Role) -> Recipe:
         return recipe_of(self.operands(role), self.accumulation)
@@ -79,47 +84,19 @@ class TritonScaled:
     def why_not(self, problem: GemmProblem) -> str | None:
         if problem.role is Role.DGRAD and self.scaling is Scaling.STATIC:
             return "a static scale belongs to x behind a norm, and dgrad reads none"
-        return None
-
-    def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        assert a.scale is not None
-        assert b.scale is not None
-        promoted = self.accumulation is Accumulation.FULL
-        return gemm(
-            a.codes, b.codes, a.scale, b.scale, a.outer, b.outer, a.contraction,
-            out_dtype=out_dtype, bias=bias, promoted=promoted,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TritonInt8:
-    """int8 with a scale a row, for fprop: where a row's values are of one size, as behind a norm, its noise is a fourth of
-    e4m3's, its sums are exact, and the tensor cores' peak is the same. Gradients span too many binades for it."""
-
-    name: str = "triton.int8_rowwise"
-
-    def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
-        a = OperandSpec(Format.INT8, Scaling.ROWWISE, contraction_multiple=16)
-        return a, OperandSpec(Format.INT8, Scaling.ROWWISE, outer_multiple=16, contraction_multiple=16)
-
-    def recipe(self, role: Role) -> Recipe:
-        return recipe_of(self.operands(role), Accumulation.FULL)
-
-    def missing(self, device: Device) -> str | None:
-        return missing_triton(device)
-
-    def why_not(self, problem: GemmProblem) -> str | None:
-        if problem.role is not Role.FPROP:
+        if self.format is Format.INT8 and problem.role is not Role.FPROP:
             return "int8 is for fprop: gradients span too many binades"
-        if problem.k > WIDEST_ROW:
+        if self.format is Format.INT8 and problem.k > WIDEST_ROW:
             return f"casts rows of at most {WIDEST_ROW} values, and these have {problem.k}"
         return None
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         assert a.scale is not None
+        assert b.scale is not None
+        promoted = self.accumulation is Accumulation.FULL and self.format is not Format.INT8  # whose sums are whole numbers
         return gemm(
             a.codes, b.codes, a.scale, b.scale, a.outer, b.outer, a.contraction,
-            out_dtype=out_dtype, bias=bias, promoted=False,
+            out_dtype=out_dtype, bias=bias, promoted=promoted,
         )  # fmt: skip
 
 
@@ -202,7 +179,7 @@ def _targets(tensor: Tensor, pair: Pair) -> tuple[Target, Target]:
     )
 
 
-add_kernel(TritonInt8())
+add_kernel(TritonScaled("int8_rowwise", Scaling.ROWWISE, Accumulation.FULL, Format.INT8))
 for _scaling in (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.STATIC):
     add_kernel(TritonScaled(f"{_scaling}", _scaling, Accumulation.FULL))
     add_kernel(TritonScaled(f"{_scaling}_fast", _scaling, Accumulation.FAST))

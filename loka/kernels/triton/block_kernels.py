@@ -11,7 +11,7 @@ Without a norm u = z and dz = g, and a block is as many features as a tile has c
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import (
+from loka.kernels.triton.codes import (
     let_next_kernel_start,
     magnitude,
     to_e4m3,

@@ -1,13 +1,13 @@
 """Casting a matrix to e4m3: codes in its own order of axes ("plain"), transposed, or both; and its rows to int8.
 
 Axes:  R rows,  C columns of the stored matrix.  Loads past its edge give 0, so padding is written as zeros and a scale of
-padding alone is 1. Amaxes travel as the bits of ``fp8.magnitude``.
+padding alone is 1. Amaxes travel as the bits of ``codes.magnitude``.
 """
 
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import (
+from loka.kernels.triton.codes import (
     E4M3_MAX,
     INFINITY_BITS,
     INT8_MAX,

@@ -6,7 +6,7 @@ Axes:  M rows of the output,  N its columns,  K contracted.  A scale multiplies 
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.fp8 import let_next_kernel_start, wait_for_kernels_before
+from loka.kernels.triton.codes import let_next_kernel_start, wait_for_kernels_before
 
 TILE_ROWS_AT_ONCE = tl.constexpr(8)  # programs that run together share rows of a and columns of b in the cache
 

@@ -33,7 +33,7 @@ def gpu() -> torch.device:
 def _require(device: torch.device) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs the package triton")
-    from loka.kernels.triton.fp8 import INTERPRETED
+    from loka.kernels.triton.codes import INTERPRETED
 
     if (device.type == "cpu") != bool(INTERPRETED):
         pytest.skip("Triton interprets in one process and compiles in another: this one does the other")

@@ -209,7 +209,7 @@ def test_the_check_sees_spills() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_pair_of_codes_is_both_kept_and_taken_apart(name: str) -> None:
-    """See ``fp8.FOUR_TO_E4M3``: ptxas 12.8 makes nonsense of the halves."""
+    """See ``codes.FOUR_TO_E4M3``: ptxas 12.8 makes nonsense of the halves."""
     assert compiled()[name]["halved_pairs"] == 0
 
 
