@@ -15,11 +15,14 @@ from torch import Tensor
 
 from loka.core.recipe import Scaling
 from loka.kernels.operand import padded_size
-from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, epilogue_backward, norm_forward
+from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, norm_forward
 from loka.kernels.triton.casts import Target, cast_matrix, remember_amax, rewriting
 from loka.kernels.triton.gemm import gemm
-from loka.kernels.triton.tiles import NormBlocks, is_promoted
+from loka.kernels.triton.gradient import GradientCodes, block_gradient, norm_gradient
+from loka.kernels.triton.tiles import NormBlocks, ceil_div, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
+
+FEWEST_TILES = 96  # of 128×128, for which cuBLAS sums a batch faster than we do: on an H200, of 132 multiprocessors
 
 
 class WeightCodes(NamedTuple):
@@ -107,7 +110,7 @@ def norm_input(x_MK: Tensor, norm: NormSpec, *, transposed: bool, saved: bool) -
 
 
 def norm_input_backward(dx_MN: Tensor, norm: NormSpec, saved: SavedNorm) -> Tensor:
-    return epilogue_backward(dx_MN, saved.u_MN, saved.rstd_BM, norm.blocks, "none", bias=False).dz_MN
+    return norm_gradient(dx_MN, saved.u_MN, saved.rstd_BM, norm.blocks)
 
 
 def forward_block(
@@ -143,18 +146,35 @@ def backward_block(
 ) -> Gradients:  # fmt: skip
     """The gradients asked for; the bias's is float32. ``x_factor`` is the constant part of the input's scale."""
     (m, n), k = dy_MN.shape, spec.in_features
-    dz = epilogue_backward(dy_MN, saved.u_MN, saved.rstd_BM, spec.blocks, spec.activation, bias=needs.bias)
-    codes_MN, scale_M, codes_NM, scale_N = cast_matrix(
-        dz.dz_MN, _rowwise(m, n) if needs.x else Target.none(), _rowwise(n, m) if needs.weight else Target.none(), dz.amax
-    )
+    dz = block_gradient(
+        dy_MN, saved.u_MN, saved.rstd_BM, spec.blocks, spec.activation,
+        rows=needs.x, transposed=needs.weight, bias=needs.bias, x_factor=x_factor,
+    )  # fmt: skip
     dx_MK = dw_NK = None
-    if needs.weight:  # always in full: a fast sum over a batch is biased, and a bias adds up over steps
-        dw_NK = _product(
-            codes_NM, scale_N, saved.x_codes_KM, saved.x_scale_K, (n, k, m), weight_dtype, x_factor, promoted=True
-        )  # fmt: skip
+    if needs.weight:
+        dw_NK = _weight_gradient(dz, saved, (n, k, m), weight_dtype)
     if needs.x:
-        dx_MK = _product(codes_MN, scale_M, codes_KN, scale_K, (m, k, n), x_dtype, promoted=is_promoted(n))
+        dx_MK = _product(dz.codes_MN, dz.scale_M, codes_KN, scale_K, (m, k, n), x_dtype, promoted=is_promoted(n))
     return Gradients(dx_MK, dw_NK, dz.bias_N if needs.bias else None)
+
+
+def _weight_gradient(dz: GradientCodes, saved: SavedBlock, sizes: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """dzᵀ·x of ``sizes`` (n, k, m), always summed in full: a fast sum over a batch is biased, and a bias adds up over steps.
+
+    With one scale for all of x, cuBLAS does it. With scales of rows it leaves multiprocessors idle where there are few tiles,
+    and we split the batch.
+    """
+    n, k, m = sizes
+    dz_scale, x_scale = dz.wgrad_scales.split(1)
+    rowwise = saved.x_scale_K is not None
+    fits = ceil_div(n, 128) * ceil_div(k, 128) >= FEWEST_TILES if rowwise else n % 16 == 0
+    if not (fits and _is_for_cublas(dz.codes_NM, k, m)):
+        return gemm(dz.codes_NM, saved.x_codes_KM, dz_scale, saved.x_scale_K, n, k, m, out_dtype=dtype, promoted=True)
+    if rowwise:
+        dz_scale, x_scale = dz_scale.expand(n, 1).contiguous(), saved.x_scale_K.reshape(1, k)
+    return torch._scaled_mm(
+        dz.codes_NM[:, :m], saved.x_codes_KM[:, :m].t(), dz_scale, x_scale, out_dtype=dtype, use_fast_accum=False
+    )
 
 
 def _is_for_cublas(codes: Tensor, n: int, k: int) -> bool:
@@ -168,16 +188,16 @@ def _has_cublas(codes: Tensor) -> bool:
 
 
 def _product(
-    a_codes: Tensor, a_scale: Tensor | None, b_codes: Tensor, b_scale: Tensor | None, sizes: tuple[int, int, int],
+    a_codes: Tensor, a_scale: Tensor | None, b_codes: Tensor, b_scale: Tensor, sizes: tuple[int, int, int],
     out_dtype: torch.dtype, factor: float = 1.0, *, promoted: bool,
 ) -> Tensor:  # fmt: skip
-    """a·bᵀ·``factor`` of ``sizes`` (m, n, k), each operand with a scale a row or none; summed in full where ``promoted``."""
+    """a·bᵀ·``factor`` of ``sizes`` (m, n, k), b with a scale a row, a with or without; summed in full where ``promoted``."""
     m, n, k = sizes
     if not promoted or not _is_for_cublas(a_codes, n, k):
         assert a_scale is not None
         return gemm(a_codes, b_codes, a_scale, b_scale, m, n, k, out_dtype=out_dtype, promoted=promoted, b_factor=factor)
     scale_m = torch.full((m, 1), factor, device=a_codes.device) if a_scale is None else factor * a_scale.reshape(m, 1)
-    scale_n = torch.ones((1, n), device=a_codes.device) if b_scale is None else b_scale.reshape(1, n)
+    scale_n = b_scale.reshape(1, n)
     return torch._scaled_mm(a_codes[:, :k], b_codes[:, :k].t(), scale_m, scale_n, out_dtype=out_dtype, use_fast_accum=False)
 
 

@@ -53,11 +53,12 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "amax_kernel": Kind.CAST,
     "cast_kernel": Kind.CAST,
     "remember_kernel": Kind.CAST,
+    "share_scales_kernel": Kind.CAST,
     "rowwise_kernel": Kind.CAST,
     "add_splits_kernel": Kind.GEMM,
     "block_forward_kernel": Kind.GEMM,  # norm, activation and cast are its epilogue
     "gemm_kernel": Kind.GEMM,
-    "epilogue_backward_kernel": Kind.ELEMENTWISE,
+    "gradient_kernel": Kind.ELEMENTWISE,  # of norm and activation
     "norm_forward_kernel": Kind.ELEMENTWISE,
     "loka::cast_e4m3": Kind.CAST,
     "loka::cast_int8_rows": Kind.CAST,
@@ -66,7 +67,8 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "loka::mm_tf32": Kind.GEMM,
     "loka::onednn_int8_dynamic_mm": Kind.GEMM,
     "loka::onednn_int8_mm": Kind.GEMM,
-    "loka::epilogue_backward": Kind.ELEMENTWISE,
+    "loka::block_gradient": Kind.ELEMENTWISE,
+    "loka::norm_gradient": Kind.ELEMENTWISE,
     "loka::norm_forward": Kind.ELEMENTWISE,
     "fbgemm::quantize_fp8_per_row": Kind.CAST,
     "onednn::qlinear_prepack": Kind.CAST,  # oneDNN's own order of an operand's codes

@@ -17,6 +17,7 @@ INSTRUCTIONS = {
     "tma load": r"cp\.async\.bulk\.tensor",
     "load 16 bytes": r"ld\.global\S*\.v4\.b32",
     "load 1 byte": r"ld\.global\S*\.b8",
+    "store 1 byte": r"st\.global\S*\.b8",
     "store 16 bytes": r"st\.global\S*\.v4\.b32",
 }
 

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import padded_size
-from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, EpilogueGradient, Wanted
+from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted
 from loka.kernels.triton.casts import NOT_WRITTEN, Target
+from loka.kernels.triton.gradient import GradientCodes
 from loka.kernels.triton.tiles import NormBlocks
 from loka.nn.block_norm import block_sizes
 from loka.numerics.formats import encode
@@ -24,7 +25,8 @@ ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    for op in (block_forward, norm_forward, epilogue_backward, gemm, cast_matrix, remember_amax, rewriting):
+    ops = (block_forward, norm_forward, block_gradient, norm_gradient, gemm, cast_matrix, remember_amax, rewriting)
+    for op in ops:
         monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
@@ -66,12 +68,30 @@ def _written(u_MN: Tensor, rstd_BM: Tensor, code_scale: float, activation: str, 
     )
 
 
-def epilogue_backward(
-    dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks | None, activation: str, *, bias: bool
-) -> EpilogueGradient:
-    """Without the amaxes, which nothing here reads."""
+def block_gradient(
+    dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks | None, activation: str,
+    *, rows: bool, transposed: bool, bias: bool, x_factor: float,
+) -> GradientCodes:  # fmt: skip
     dz_MN = _gradient(dy_MN, u_MN, rstd_BM, blocks, activation)
-    return EpilogueGradient(dz_MN.to(dy_MN.dtype), None, dz_MN.sum(0))
+    scale_M, scale = _power_scale(dz_MN.abs().amax(1)), _power_scale(dz_MN.abs().max())
+    nothing = dz_MN.new_empty(0, dtype=CODES_DTYPE)
+    return GradientCodes(
+        _padded(encode(dz_MN / scale_M[:, None], Format.E4M3)) if rows else nothing,
+        scale_M if rows else dz_MN.new_empty(0),
+        _padded(encode(dz_MN.t() / scale, Format.E4M3)) if transposed else nothing,
+        torch.stack([scale * x_factor, torch.ones_like(scale)]) if transposed else dz_MN.new_empty(0),
+        dz_MN.sum(0),
+    )
+
+
+def norm_gradient(dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks) -> Tensor:
+    return _gradient(dy_MN, u_MN, rstd_BM, blocks, "none").to(dy_MN.dtype)
+
+
+def _power_scale(amax: Tensor) -> Tensor:
+    """The smallest power of two that brings it to 448 or less."""
+    mantissa, exponent = torch.frexp(amax / 448)  # mantissa in [½, 1)
+    return torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).int()), 2.0**-126)
 
 
 def gemm(
@@ -80,7 +100,7 @@ def gemm(
 ) -> Tensor:  # fmt: skip
     assert a_MK.stride(0) % 16 == b_NK.stride(0) % 16 == 0
     b = b_NK[:n, :k].float() * (b_factor if b_scale is None else b_factor * b_scale.reshape(n, 1))
-    return (a_MK[:m, :k].float() * a_scale.reshape(m, 1) @ b.t()).to(out_dtype)
+    return (a_MK[:m, :k].float() * a_scale.reshape(-1, 1) @ b.t()).to(out_dtype)
 
 
 def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

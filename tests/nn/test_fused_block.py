@@ -183,7 +183,7 @@ def test_chains_go_on_where_a_norm_is_missing(
     blocks = [
         make_block(k, n, activation=activation, block=block) for (k, n, activation), block in zip(layers, norms, strict=True)
     ]
-    check(FusedChain(blocks, outputs=(0, 2)), 300, fused_on, dtype)
+    check(FusedChain(blocks, outputs=(0, 2)), 300, fused_on, dtype, slack=0.01)  # 64 gradients of a bias are few
 
 
 @settings(max_examples=40)
@@ -269,11 +269,11 @@ def _rolled(codes: Tensor) -> Tensor:
 
 BREAKS = {
     "norm": ("block_forward", _changed(arg9=lambda eps: eps + 0.5)),
-    "norm's gradient": ("epilogue_backward", _changed(arg2=lambda rstd: rstd * 1.2)),
+    "norm's gradient": ("block_gradient", _changed(arg2=lambda rstd: rstd * 1.2)),
     "entry's norm": ("norm_forward", _changed(arg0=lambda x: x[:, :1] * x)),
     "entry's gradient": ("norm_input_backward", _changed(result=lambda dx: dx * 1.5)),
     "activation": ("block_forward", _changed(arg10=lambda activation: "relu")),
-    "activation's gradient": ("epilogue_backward", _changed(arg4=lambda activation: "none")),
+    "activation's gradient": ("block_gradient", _changed(arg4=lambda activation: "none")),
     "scale of the input": ("block_forward", _changed(arg2=lambda factor: factor * 1.5)),
     "scale of the weight": ("block_forward", _changed(arg4=lambda scale_N: scale_N.mean().expand_as(scale_N).contiguous())),
     "scale in wgrad": ("backward_block", _changed(arg3=lambda factor: factor * 1.2)),
@@ -285,9 +285,9 @@ BREAKS = {
 
 BREAKS_WITHOUT_NORM = {
     "activation": ("block_forward", _changed(arg10=lambda activation: "relu")),
-    "activation's gradient": ("epilogue_backward", _changed(arg4=lambda activation: "relu")),
+    "activation's gradient": ("block_gradient", _changed(arg4=lambda activation: "relu")),
     "what backward reads": (
-        "epilogue_backward",
+        "block_gradient",
         _changed(arg1=lambda u_MN: 1.5 * u_MN if u_MN.dtype is torch.bfloat16 else u_MN),
     ),
     "bias": ("block_forward", _changed(arg5=lambda bias_N: 1.1 * bias_N)),

@@ -74,7 +74,9 @@ def test_kernels_of_a_compiled_step_are_sorted_by_name_and_by_who_launched_them(
         ("nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT", ("aten::_scaled_mm", *COMPILED), Kind.GEMM),
         ("block_forward_kernel", ("loka::block_forward", *COMPILED), Kind.GEMM),
         ("norm_forward_kernel", ("loka::norm_forward", *COMPILED), Kind.ELEMENTWISE),
-        ("epilogue_backward_kernel", ("loka::epilogue_backward", "CompiledFunctionBackward"), Kind.ELEMENTWISE),
+        ("gradient_kernel", ("loka::block_gradient", "CompiledFunctionBackward"), Kind.ELEMENTWISE),
+        ("gradient_kernel", ("loka::norm_gradient", "CompiledFunctionBackward"), Kind.ELEMENTWISE),
+        ("share_scales_kernel", ("loka::block_gradient", "CompiledFunctionBackward"), Kind.CAST),
         ("amax_kernel", ("loka::block_forward", *COMPILED), Kind.CAST),  # the kernel's own name says more than who launched it
     ],
 )

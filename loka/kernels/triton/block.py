@@ -1,6 +1,6 @@
-"""The fused block as ops of torch: product, norm and activation in one kernel, and the gradient of norm and activation.
+"""The fused block's forward pass as ops of torch: product, norm and activation in one kernel.
 
-Axes:  M rows of the batch,  N features out,  K features in,  B norm blocks,  G groups of rows in backward.
+Axes:  M rows of the batch,  N features out,  K features in,  B norm blocks.
 Codes are e4m3. Behind the norm their scale is a constant, ``NormBlocks.code_scale``. Without a norm there is no such bound:
 y leaves in high precision, and with it the amaxes that a cast of it needs.
 """
@@ -15,12 +15,9 @@ from loka.kernels.ops import fake_of, op
 from loka.kernels.triton.gemm import descriptor
 from loka.kernels.triton.launch import launch, on_its_gpu
 from loka.kernels.triton.tiles import (
-    BACKWARD_ROWS,
     NORM_ROWS,
     Columns,
     NormBlocks,
-    backward_cols,
-    backward_steps,
     ceil_div,
     choose_block_tiles,
     grid,
@@ -97,7 +94,7 @@ def _block_forward(
     from loka.kernels.triton import block_kernels as kernels
 
     n, wanted = w.shape[0], Wanted(high, codes, transposed, saved, amax)
-    blocks, sms = _norm_blocks(n, block), multiprocessors(x.device)
+    blocks, sms = norm_blocks(n, block), multiprocessors(x.device)
     tiles = choose_block_tiles(m, n, k, blocks, sms, forms=wanted.forms)
     columns = Columns.of(n, blocks, tiles.cols)
     out = _outputs(x, m, n, blocks, wanted)
@@ -137,7 +134,7 @@ def _(
     amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     n = w.shape[0]
-    return _outputs(x, m, n, _norm_blocks(n, block), Wanted(high, codes, transposed, saved, amax))
+    return _outputs(x, m, n, norm_blocks(n, block), Wanted(high, codes, transposed, saved, amax))
 
 
 def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, wanted: Wanted) -> BlockOutputs:
@@ -188,7 +185,7 @@ def _(
     return _outputs(z, m, n, NormBlocks(n, block), wanted)
 
 
-def _norm_blocks(n: int, block: int | None) -> NormBlocks | None:
+def norm_blocks(n: int, block: int | None) -> NormBlocks | None:
     return None if block is None else NormBlocks(n, block)
 
 
@@ -206,64 +203,3 @@ def _outputs(
         empty(blocks.count if blocks else 0, m, torch.float32, blocks is not None and wanted.saved is not None),
         like.new_zeros(m + n if wanted.amax else 0, dtype=torch.int32),
     )
-
-
-class EpilogueGradient(NamedTuple):
-    """The gradient behind activation and norm, the amaxes of its rows and then columns, and the bias's gradient if wanted."""
-
-    dz_MN: Tensor
-    amax: Tensor | None  # as ``cast_matrix`` takes it; None where nobody has seen them
-    bias_N: Tensor
-
-
-def epilogue_backward(
-    dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks | None, activation: str, *, bias: bool
-) -> EpilogueGradient:  # fmt: skip
-    """dz from dy and what forward saved, in dy's dtype. Without a norm any u with the activation's slope will do: relu's y."""
-    if blocks is None and activation == "none":
-        return EpilogueGradient(dy_MN, None, dy_MN.sum(0, dtype=torch.float32) if bias else dy_MN.new_empty(0))
-    block = None if blocks is None else blocks.block
-    dz, amax, bias_sums_GN = torch.ops.loka.epilogue_backward(dy_MN, u_MN, rstd_BM, block, activation, bias)
-    return EpilogueGradient(dz, amax, bias_sums_GN.sum(0))
-
-
-@op("epilogue_backward")
-@on_its_gpu
-def _epilogue_backward(
-    dy: Tensor, u: Tensor, rstd: Tensor, block: int | None, activation: str, bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from loka.kernels.triton import block_kernels as kernels
-
-    dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    (m, n), (cols, columns, steps, groups) = dy.shape, _backward_grid(dy, block)
-    blocks = _norm_blocks(n, block)
-    dz, amax, bias_sums = dy.new_empty((m, n)), dy.new_zeros(m + n, dtype=torch.int32), _bias_sums(dy, groups, bias)
-    launch(
-        kernels.epilogue_backward_kernel, (groups * columns.count, 1, 1),
-        dy, u, rstd, dz, amax[:m], amax[m:], bias_sums,
-        m, n, dy.stride(0), u.stride(0), columns.count, blocks.code_scale if blocks and u.dtype is CODES_DTYPE else 1.0,
-        NORM=blocks is not None, ROWS=BACKWARD_ROWS, STEPS=steps, COLS=cols, WIDTH=columns.width, WIDER=columns.wider,
-        ACTIVATION=activation, BIAS=bias, EIGHTS=u.stride(0) % 8 == 0, num_warps=8,
-    )  # fmt: skip
-    return dz, amax, bias_sums
-
-
-@fake_of("epilogue_backward")
-def _(dy: Tensor, u: Tensor, rstd: Tensor, block: int | None, activation: str, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = dy.shape
-    groups = _backward_grid(dy, block)[-1]
-    return dy.new_empty((m, n)), dy.new_empty(m + n, dtype=torch.int32), _bias_sums(dy, groups, bias)
-
-
-def _backward_grid(dy: Tensor, block: int | None) -> tuple[int, Columns, int, int]:
-    """The columns of a tile, how programs share out the features, the steps each goes down, and groups of such rows."""
-    m, n = dy.shape
-    blocks = _norm_blocks(n, block)
-    cols = backward_cols(n, blocks)
-    columns = Columns.of(n, blocks, cols)
-    steps = backward_steps(m, columns, multiprocessors(dy.device))
-    return cols, columns, steps, ceil_div(m, BACKWARD_ROWS * steps)
-
-
-def _bias_sums(dy: Tensor, groups: int, wanted: bool) -> Tensor:
-    return dy.new_empty((groups, dy.shape[1]) if wanted else (0, 0), dtype=torch.float32)

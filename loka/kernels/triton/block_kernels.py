@@ -1,11 +1,10 @@
-"""A linear layer with the norm and the activation behind it as one kernel, and the gradient of both in one pass.
+"""A linear layer with the norm and the activation behind it as one kernel.
 
 Axes:  M rows of the batch,  N features, of which a program holds one whole norm block,  K contracted.
 
     z = x·wᵀ + b        y = activation(u),  u = z·rstd,  rstd = (mean z² + ε)^−½  over the block
-    g = dy·activation′(u)        dz = rstd·(g − u·mean(g·u))
 
-Without a norm u = z and dz = g, and a block is as many features as a tile has columns.
+Without a norm u = z, and a block is as many features as a tile has columns.
 """
 
 import triton
@@ -21,21 +20,20 @@ from loka.kernels.triton.gemm_kernels import contract, tile_of
 
 
 @triton.jit
-def _columns(block, n, NORM: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, COLS: tl.constexpr):
-    """A block's first feature, its features, which of them are there, and how many.
+def columns_of(block, n, offset_N, NORM: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr):
+    """A block's first feature, its features at ``offset_N``, which of them are there, and how many it has.
 
     The first WIDER blocks have one feature more than WIDTH. Both are constants of the compiler's, which then knows how far
     addresses are aligned. Norm blocks fill the features; without a norm the last one may reach past them.
     """
-    offset = tl.arange(0, COLS)
     if not NORM:
-        return block * WIDTH, block * WIDTH + offset, block * WIDTH + offset < n, WIDTH
+        return block * WIDTH, block * WIDTH + offset_N, (offset_N < WIDTH) & (block * WIDTH + offset_N < n), WIDTH
     elif WIDER == 0:
-        return block * WIDTH, block * WIDTH + offset, offset < WIDTH, WIDTH
+        return block * WIDTH, block * WIDTH + offset_N, offset_N < WIDTH, WIDTH
     else:
         size = WIDTH + (block < WIDER).to(tl.int32)
         first = block * WIDTH + tl.minimum(block, WIDER)
-        return first, first + offset, offset < size, size
+        return first, first + offset_N, offset_N < size, size
 
 
 @triton.jit
@@ -47,19 +45,6 @@ def _activate(u, ACTIVATION: tl.constexpr):
     else:
         tl.static_assert(ACTIVATION == "none")
         return u
-
-
-@triton.jit
-def _slope(u, ACTIVATION: tl.constexpr):
-    """The derivative of the activation; at a kink, torch's choice."""
-    if ACTIVATION == "hard_swish":
-        slope = tl.where(u < 3.0, u * (1.0 / 3.0) + 0.5, 1.0)
-        return tl.where(u <= -3.0, 0.0, slope)
-    elif ACTIVATION == "relu":
-        return tl.where(u > 0.0, 1.0, 0.0)
-    else:
-        tl.static_assert(ACTIVATION == "none")
-        return tl.full(u.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -115,7 +100,7 @@ def _product(
 ):  # fmt: skip
     """z of one tile (0 outside its block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
     tile_m, block = tile_of(tile, tl.cdiv(m, ROWS), blocks)
-    first_n, index_N, inside_N, size = _columns(block, n, NORM, WIDTH, WIDER, COLS)
+    first_n, index_N, inside_N, size = columns_of(block, n, tl.arange(0, COLS), NORM, WIDTH, WIDER)
     sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED, INT8=False)
     if STARTS_NEXT:
         let_next_kernel_start()
@@ -178,7 +163,7 @@ def norm_forward_kernel(
     """The same behind a z that something else has written."""
     wait_for_kernels_before()
     tile_m, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    _, index_N, inside_N, size = _columns(block, n, True, WIDTH, WIDER, COLS)
+    _, index_N, inside_N, size = columns_of(block, n, tl.arange(0, COLS), True, WIDTH, WIDER)
     index_M = tile_m * ROWS + tl.arange(0, ROWS)
     loaded = (index_M < m)[:, None] & inside_N[None, :]
     z_MN = tl.load(z_ptr + index_M.to(tl.int64)[:, None] * z_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
@@ -187,59 +172,3 @@ def norm_forward_kernel(
         y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, None,
         True, ACTIVATION, HIGH, CODES, CODES_T, SAVED, False,
     )  # fmt: skip
-
-
-@triton.jit
-def _load_dz(
-    dy_ptr, u_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, u_stride, unit,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, EIGHTS: tl.constexpr,
-):  # fmt: skip
-    loaded = (index_M < m)[:, None] & inside_N[None, :]
-    row = index_M.to(tl.int64)[:, None]
-    dy_MN = tl.load(dy_ptr + row * dy_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
-    # Eight codes at a time, though sixteen are as aligned: then loads and the store agree on which thread holds what.
-    place = u_ptr + row * (u_stride // 8 * 8 if EIGHTS else u_stride) + index_N[None, :]
-    u_MN = tl.load(place, mask=loaded, other=0.0).to(tl.float32) * unit
-    g_MN = dy_MN * _slope(u_MN, ACTIVATION)
-    if NORM:
-        rstd_M = tl.load(rstd_ptr + block * m + index_M, mask=index_M < m, other=0.0)
-        mean_M = tl.sum(g_MN * u_MN, axis=1) / size
-        return rstd_M[:, None] * (g_MN - u_MN * mean_M[:, None])
-    else:
-        return g_MN
-
-
-@triton.jit(do_not_specialize_on_alignment=["u_stride"])
-def epilogue_backward_kernel(
-    dy_ptr, u_ptr, rstd_ptr, dz_ptr, row_amax_ptr, col_amax_ptr, bias_sums_ptr,
-    m, n, dy_stride, u_stride, blocks, unit,
-    NORM: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EIGHTS: tl.constexpr,
-):  # fmt: skip
-    """dz of one block for ROWS·STEPS rows, from dy and what forward SAVED, and the amaxes of its rows and columns.
-
-    Amaxes are of dz as it is stored, raised from 0 by atomic maxima: the same in whatever order. BIAS: sums over the rows,
-    of dz as it was before. u is stored in units of ``unit``; EIGHTS: with a multiple of eight columns.
-    """
-    wait_for_kernels_before()
-    group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    _, index_N, inside_N, size = _columns(block, n, NORM, WIDTH, WIDER, COLS)
-    col_amax_MN = tl.zeros((ROWS, COLS), tl.int32)  # over tiles first: one reduction at the end instead of one a tile
-    col_sum_MN = tl.zeros((ROWS, COLS), tl.float32)
-    for step in range(STEPS):
-        index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        dz_MN = _load_dz(
-            dy_ptr, u_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, u_stride, unit,
-            NORM, ACTIVATION, EIGHTS,
-        )  # fmt: skip
-        stored_MN = dz_MN.to(dz_ptr.dtype.element_ty)
-        place = dz_ptr + index_M.to(tl.int64)[:, None] * n + index_N[None, :]
-        tl.store(place, stored_MN, mask=(index_M < m)[:, None] & inside_N[None, :])
-        bits_MN = magnitude(stored_MN)
-        tl.atomic_max(row_amax_ptr + index_M, tl.max(bits_MN, axis=1), mask=index_M < m, sem="relaxed")
-        col_amax_MN = tl.maximum(col_amax_MN, bits_MN)
-        if BIAS:
-            col_sum_MN += dz_MN
-    tl.atomic_max(col_amax_ptr + index_N, tl.max(col_amax_MN, axis=0), mask=inside_N, sem="relaxed")
-    if BIAS:
-        tl.store(bias_sums_ptr + group * n + index_N, tl.sum(col_sum_MN, axis=0), mask=inside_N)

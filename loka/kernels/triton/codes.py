@@ -13,6 +13,8 @@ INT8_MAX = tl.constexpr(127.0)
 TO_WHOLE = tl.constexpr(1.5 * 2.0**23)  # FP32 numbers of this size are whole: adding it rounds to nearest, ties to even
 SMALLEST_SCALE = tl.constexpr(2.0**-126)  # FP32's smallest normal number
 INFINITY_BITS = tl.constexpr(0x7F800000)
+ONE_BITS, SMALLEST_SCALE_BITS, NAN_BITS = tl.constexpr(127 << 23), tl.constexpr(1 << 23), tl.constexpr(0x7FC00000)
+TO_NEXT_POWER = tl.constexpr(0x1FFFFF)  # added to the bits of a number past 1.75·2ⁿ, makes its exponent n+1
 SMALLEST_EXPONENT = tl.constexpr(121)  # of e4m3's normal numbers, as FP32 writes it
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 # Triton's own down-cast makes pairs of codes. Where such a pair is both stored whole and taken apart, as for a tile and its
@@ -52,6 +54,25 @@ def scale_of(amax_bits, LARGEST: tl.constexpr = E4M3_MAX):
     scale = tl.maximum(tl.div_rn(amax_bits.to(tl.float32, bitcast=True), LARGEST), SMALLEST_SCALE)
     scale = tl.where(amax_bits == 0, 1.0, scale)
     return tl.where(amax_bits >= INFINITY_BITS, float("nan"), scale)
+
+
+@triton.jit
+def power_scale_of(amax_bits):
+    """The bits of the smallest power of two that brings an amax, given as ``magnitude`` bits, to 448 = 1.75·2⁸ or less."""
+    exponent = ((amax_bits + TO_NEXT_POWER) >> 23) - 8
+    return tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, tl.maximum(exponent << 23, SMALLEST_SCALE_BITS))
+
+
+@triton.jit
+def inverse_of_power(bits):
+    """1/s of a power of two s, given as bits; of NaN some number."""
+    return (-bits + 2 * ONE_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_over(bits, larger_bits):
+    """The quotient of two powers of two, the second at least as large; 0 where it is too small for a number."""
+    return tl.maximum(bits - larger_bits + ONE_BITS, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

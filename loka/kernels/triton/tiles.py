@@ -119,11 +119,16 @@ NARROWEST_TILE = 32
 WIDEST_TILE = 256  # a norm block must lie in a tile whole
 E4M3_MAX = 448.0
 PROMOTED_FROM = 8192  # a shorter contraction loses nothing that shows beside its operands' rounding; wgrad is promoted always
-# Fewer warps were faster on an H200, and larger tiles halve the loads; but the more forms of its result a program writes, the
-# more registers it needs, and promoted sums need them twice.
-_BLOCK, _WIDE_BLOCK = Tiles(64, 256, 128, warps=4, stages=3), Tiles(128, 256, 128, warps=8, stages=3)
+# Tiles of one norm block that hold its widest, and of one form of them the time of a call besides its waves, of a wave, and of
+# a wave's contraction of 1,024: fits to 27 shapes on an H200, in µs. More forms need more registers, and promoted sums need
+# theirs twice: those take the roomy one, which spills nothing.
 _ROOMY_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
-_WIDE_BLOCK_TIME = 1.8  # of a wave, in waves of _BLOCK
+_BLOCK_US = {
+    Tiles(64, 256, 128, warps=4, stages=3): (1.5, 1.9, 3.35),
+    _ROOMY_BLOCK: (2.0, 2.0, 2.8),
+    Tiles(64, 256, 128, warps=4, stages=2, per_sm=2): (0.5, 2.2, 7.2),
+    Tiles(128, 256, 128, warps=8, stages=3): (1.2, 3.3, 5.3),
+}
 
 
 def is_promoted(contraction: int) -> bool:
@@ -132,19 +137,24 @@ def is_promoted(contraction: int) -> bool:
 
 @cache
 def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: int, *, forms: int) -> Tiles:
-    """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: the larger ones where there are enough of them.
+    """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: of one form, those that finish first.
 
     Without a norm they are a product's, unsplit, and of two forms the widest would spill.
     """
     if blocks is None:
         able = GEMM_TILES if forms == 1 else GEMM_TILES[1:]
         return min(able, key=lambda tiles: _time_us(tiles, m, n, k, sms, is_promoted(k)))
-    if blocks.room < _BLOCK.cols:
+    if blocks.room < _ROOMY_BLOCK.cols:
         return Tiles(64, blocks.room, 128, warps=4, stages=4)
     if is_promoted(k) or forms > 1:
         return _ROOMY_BLOCK
-    waves, wide_waves = (ceil_div(ceil_div(m, tiles.rows) * blocks.count, sms) for tiles in (_BLOCK, _WIDE_BLOCK))
-    return _WIDE_BLOCK if wide_waves * _WIDE_BLOCK_TIME < waves else _BLOCK
+    return min(_BLOCK_US, key=lambda tiles: _block_time_us(tiles, m, k, blocks, sms))
+
+
+def _block_time_us(tiles: Tiles, m: int, k: int, blocks: NormBlocks, sms: int) -> float:
+    call_us, wave_us, contraction_us = _BLOCK_US[tiles]
+    waves = ceil_div(ceil_div(m, tiles.rows) * blocks.count, tiles.per_sm * sms)
+    return call_us + waves * (wave_us + contraction_us * k / 1024)
 
 
 class Columns(NamedTuple):
@@ -160,15 +170,16 @@ class Columns(NamedTuple):
         return cls(ceil_div(n, tile_cols), tile_cols, 0) if blocks is None else cls(blocks.count, blocks.width, blocks.wider)
 
 
-NORM_ROWS, BACKWARD_ROWS = 32, 16
-MOST_BACKWARD_STEPS = 32
+NORM_ROWS, GRADIENT_ROWS = 32, 16
+SHARED_TILE = (64, 128)  # rows and columns at most, of the pass that shares scales
+MOST_GRADIENT_PROGRAMS = 8192  # each notes its largest scale, and all those are read by every program of the next pass
 
 
-def backward_cols(n: int, blocks: NormBlocks | None) -> int:
-    """The columns of a tile in backward."""
+def gradient_cols(n: int, blocks: NormBlocks | None) -> int:
+    """The columns of a gradient's tile."""
     return min(WIDEST_TILE, max(NARROWEST_TILE, power_of_two(n))) if blocks is None else blocks.room
 
 
-def backward_steps(m: int, columns: Columns, sms: int) -> int:
-    """How many tiles of rows a program goes down before it raises column amaxes: as many as leave work for all."""
-    return max(1, min(MOST_BACKWARD_STEPS, ceil_div(m, BACKWARD_ROWS) * columns.count // (3 * sms)))
+def gradient_steps(m: int, columns: Columns) -> int:
+    """How many tiles of rows a program goes down: one, unless there would be too many programs."""
+    return ceil_div(ceil_div(m, GRADIENT_ROWS) * columns.count, MOST_GRADIENT_PROGRAMS)

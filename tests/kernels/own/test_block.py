@@ -1,38 +1,24 @@
-"""The fused block's kernels against float64 of the same mathematics, on the very values their operands stand for."""
+"""The fused block's forward kernels against float64 of the same mathematics, on the very values their operands stand for."""
 
 import math
 
 import pytest
 import torch
+from block_check import ACTIVATION, EPS, FEATURES, FP64, assert_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional as F
 
-from loka.core.recipe import Format, Scaling
-from loka.kernels.operand import OperandSpec, padded_size
-from loka.kernels.triton.block import (
-    BlockOutputs,
-    EpilogueGradient,
-    Wanted,
-    block_forward,
-    epilogue_backward,
-    norm_forward,
-)
-from loka.kernels.triton.casts import Target, cast_matrix
-from loka.kernels.triton.tiles import GEMM_TILES, Columns, NormBlocks, backward_steps, choose_block_tiles
+from loka.kernels.operand import padded_size
+from loka.kernels.triton.block import BlockOutputs, Wanted, block_forward, norm_forward
+from loka.kernels.triton.tiles import GEMM_TILES, Columns, NormBlocks, choose_block_tiles
 from loka.nn.block_norm import block_sizes
 from loka.numerics.formats import decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
 
-EPS = 1e-5
 ALL = Wanted(torch.float32, codes=True, transposed=True, saved=torch.float8_e4m3fn)
-SIZES = st.integers(1, 70)
-FEATURES = st.sampled_from([1, 17, 32, 64, 100, 250, 256, 257, 300, 520])
-ACTIVATION = st.sampled_from(["none", "relu", "hard_swish"])
 SUM_ERROR = {"cpu": 2.0**-20, "cuda": 2.0**-8}  # of Σ|x||w|: FP32 here, about 14 bits for each of many sums in a tensor core
-FP64 = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 
 def codes(rows: int, cols: int, seed: int, device: torch.device) -> Tensor:
@@ -46,14 +32,6 @@ def norm(z: Tensor, blocks: NormBlocks) -> tuple[Tensor, Tensor]:
     parts = z.split(block_sizes(blocks.features, blocks.block), dim=1)
     rstd = [(part.square().mean(1) + EPS).rsqrt() for part in parts]
     return torch.cat([part * r[:, None] for part, r in zip(parts, rstd, strict=True)], 1), torch.stack(rstd)
-
-
-def assert_codes(codes_MN: Tensor, scale: Tensor | float, expected: Tensor, slack: Tensor | float) -> None:
-    """Rounded to e4m3: half a step of the value's binade or of the subnormals, and ``slack`` for the sum before it."""
-    scale = torch.as_tensor(scale, dtype=torch.float64, device=expected.device)
-    error = (decode(codes_MN, torch.float64) * scale - expected).abs()
-    allowed = (expected.abs() * 2.0**-4).clamp(min=2.0**-10 * scale) * (1 + 1e-6) + slack
-    assert (error <= allowed).all(), f"{int((error > allowed).sum())} of {error.numel()} codes are off"
 
 
 def check_outputs(out: BlockOutputs, z: Tensor, z_error: Tensor, blocks: NormBlocks, activation: str) -> None:
@@ -141,100 +119,11 @@ def test_interpreted_norm_to_fp8(interpreter: None, m: int, n: int, activation: 
     check_outputs(norm_forward(z, blocks, EPS, activation, ALL), z.double(), torch.zeros(m, n), blocks, activation)
 
 
-def test_what_backward_reads_may_be_wider_than_codes(where: torch.device) -> None:
-    z, blocks = torch.randn(20, 300, device=where), NormBlocks(300, 256)
-    out = norm_forward(z, blocks, EPS, "relu", Wanted(saved=torch.float32))
-    torch.testing.assert_close(out.u_MN[:, :300].double(), norm(z.double(), blocks)[0], rtol=1e-5, atol=1e-6)
-    dy = torch.randn(20, 300, device=where)
-    got = epilogue_backward(dy, out.u_MN, out.rstd_BM, blocks, "relu", bias=True)
-    expected = dz_reference(dy.double(), out.u_MN[:, :300].double(), out.rstd_BM.double(), blocks, "relu")
-    torch.testing.assert_close(got.dz_MN.double(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("m", "n"), [(2048, 1024), (100, 1000)])
 def test_compiled_norm_to_fp8(gpu: torch.device, m: int, n: int) -> None:
     z, blocks = torch.randn(m, n, device=gpu, dtype=torch.bfloat16), NormBlocks(n, 256)
     check_outputs(norm_forward(z, blocks, EPS, "none", ALL), z.double(), torch.zeros(m, n, device=gpu), blocks, "none")
-
-
-def dz_reference(dy: Tensor, normed: Tensor, rstd: Tensor, blocks: NormBlocks, activation: str) -> Tensor:
-    """The gradient by autograd: through z = u/rstd, at float64."""
-    sizes = block_sizes(blocks.features, blocks.block)
-    rstd_MN = torch.repeat_interleave(rstd.t(), torch.tensor(sizes, device=dy.device), dim=1)
-    z = (normed / rstd_MN).requires_grad_()
-    # ε is what makes rstd the root of the mean square: solved for here, since the codes of u are rounded.
-    parts = [
-        (part * (part.square().mean(1) + (1 / r.square() - part.detach().square().mean(1))).rsqrt()[:, None])
-        for part, r in zip(z.split(sizes, 1), rstd, strict=True)
-    ]
-    FP64[activation](torch.cat(parts, 1)).backward(dy)
-    assert z.grad is not None
-    return z.grad
-
-
-def check_backward(m: int, blocks: NormBlocks, activation: str, dtype: torch.dtype, device: torch.device) -> None:
-    n = blocks.features
-    out = norm_forward(torch.randn(m, n, device=device) + 0.3, blocks, EPS, activation, ALL)
-    dy = (1e-4 * torch.randn(m, n, device=device) * torch.randn(m, 1, device=device).exp()).to(dtype)
-    normed = decode(out.u_MN[:, :n], torch.float64) * blocks.code_scale
-    dz = dz_reference(dy.double(), normed, out.rstd_BM.double(), blocks, activation)
-    slack = 1e-6 * float(dy.abs().max() * out.rstd_BM.max())
-    check_gradient(epilogue_backward(dy, out.u_MN, out.rstd_BM, blocks, activation, bias=True), dz, slack)
-
-
-def check_backward_without_norm(
-    m: int, n: int, activation: str, dtype: torch.dtype, u_dtype: torch.dtype, device: torch.device
-) -> None:
-    u = (3 * torch.randn(m, n + 5, device=device)).to(u_dtype)[:, :n]  # rows with gaps between them
-    dy = (1e-4 * torch.randn(m, n, device=device) * torch.randn(m, 1, device=device).exp()).to(dtype)
-    z = u.double().requires_grad_()
-    FP64[activation](z).backward(dy.double())
-    assert z.grad is not None
-    got = epilogue_backward(dy, u, u.new_empty(0), None, activation, bias=True)
-    check_gradient(got, z.grad, 1e-6 * float(dy.abs().max()))
-
-
-def check_gradient(got: EpilogueGradient, dz: Tensor, slack: float) -> None:
-    m, n = dz.shape
-    rounding = torch.finfo(got.dz_MN.dtype).eps
-    torch.testing.assert_close(got.dz_MN.double(), dz, rtol=rounding, atol=slack)
-    stored = got.dz_MN.float().abs()
-    if got.amax is None:
-        return
-    assert torch.equal(got.amax.view(torch.float32), torch.cat([stored.amax(1), stored.amax(0)]))
-    torch.testing.assert_close(got.bias_N.double(), dz.sum(0), rtol=1e-5, atol=m * (slack + 1e-7 * float(stored.max())))
-    # Whoever wrote dz has seen its amaxes: casts need not look for them.
-    rowwise = OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16)
-    targets = Target.of(rowwise, m, n), Target.of(rowwise, n, m)
-    for known, found in zip(cast_matrix(got.dz_MN, *targets, got.amax), cast_matrix(got.dz_MN, *targets), strict=True):
-        assert torch.equal(known.view(torch.uint8), found.view(torch.uint8))
-
-
-@settings(max_examples=20)
-@given(m=st.integers(1, 150), n=FEATURES, activation=ACTIVATION, fp32=st.booleans())
-def test_interpreted_backward(interpreter: None, m: int, n: int, activation: str, fp32: bool) -> None:
-    torch.manual_seed(m)
-    check_backward(m, NormBlocks(n, 256), activation, torch.float32 if fp32 else torch.bfloat16, torch.device("cpu"))
-
-
-@settings(max_examples=10)
-@given(m=SIZES, n=FEATURES, activation=ACTIVATION, fp32=st.booleans(), u_fp32=st.booleans())
-def test_interpreted_backward_without_norm(
-    interpreter: None, m: int, n: int, activation: str, fp32: bool, u_fp32: bool
-) -> None:
-    torch.manual_seed(m)
-    dtype, u_dtype = (torch.float32 if wide else torch.bfloat16 for wide in (fp32, u_fp32))
-    check_backward_without_norm(m, n, activation, dtype, u_dtype, torch.device("cpu"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("m", "n", "activation"), [(2048, 768, "hard_swish"), (12288, 1024, "hard_swish"), (300, 1000, "relu")]
-)
-def test_compiled_backward(gpu: torch.device, m: int, n: int, activation: str) -> None:
-    check_backward(m, NormBlocks(n, 256), activation, torch.bfloat16, gpu)
-    check_backward_without_norm(m, n, activation, torch.bfloat16, torch.bfloat16, gpu)
 
 
 def test_nonfinite_rows_stay_visible(where: torch.device) -> None:
@@ -246,15 +135,6 @@ def test_nonfinite_rows_stay_visible(where: torch.device) -> None:
         assert got[1, :150].isnan().all()
         assert got[2, 299].isnan()
         assert got[[0, 3]].isfinite().all()
-    dy = torch.ones(4, 300, device=where)
-    dy[0, 0] = float("nan")
-    dz_MN, amax, _ = epilogue_backward(dy, out.u_MN, out.rstd_BM, blocks, "relu", bias=False)
-    assert dz_MN[0, :150].isnan().all()
-    assert dz_MN[3].isfinite().all()
-    finite = amax.view(torch.float32).isfinite()
-    assert not finite[0]
-    assert finite[3]
-    assert not finite[4]
 
 
 @given(n=st.integers(1, 5000), block=st.integers(1, 256))
@@ -266,16 +146,19 @@ def test_blocks_are_those_of_the_norm(n: int, block: int) -> None:
     assert blocks.code_scale * 448 == pytest.approx(math.sqrt(max(sizes)))
 
 
-def test_tiles_hold_a_block_and_fill_the_machine() -> None:
-    def chosen(m: int, n: int, k: int, *, forms: int = 3) -> tuple[int, int, int]:
+def test_tiles_hold_a_block_and_finish_first() -> None:
+    def chosen(m: int, k: int, n: int, *, forms: int = 1) -> tuple[int, int, int, int]:
         tiles = choose_block_tiles(m, n, k, NormBlocks(n, 256), 132, forms=forms)
-        return tiles.rows, tiles.cols, tiles.warps
+        return tiles.rows, tiles.cols, tiles.warps, tiles.per_sm
 
-    assert chosen(12288, 4096, 4096) == (64, 256, 8)
-    assert chosen(12288, 4096, 4096, forms=1) == (128, 256, 8)
-    assert chosen(12288, 4096, 16384, forms=1) == (64, 256, 8)  # promoted
-    assert chosen(2048, 768, 256, forms=1) == (64, 256, 4)
-    assert chosen(2048, 100, 256)[:2] == (64, 128)
+    # What was fastest on an H200.
+    assert chosen(2048, 256, 768) == (64, 256, 4, 1)
+    assert chosen(6144, 256, 768) == chosen(6144, 512, 512) == chosen(12288, 256, 768) == (64, 256, 4, 2)
+    assert chosen(2048, 4096, 1024) == chosen(6144, 2048, 1024) == (64, 256, 8, 1)
+    assert chosen(2048, 2048, 2048) == chosen(12288, 1024, 1024) == chosen(12288, 4096, 4096) == (128, 256, 8, 1)
+    # What has room for more than one form, and for promoted sums.
+    assert chosen(12288, 4096, 4096, forms=3) == chosen(12288, 16384, 4096) == (64, 256, 8, 1)
+    assert chosen(2048, 256, 100)[:2] == (64, 128)
 
 
 def test_without_a_norm_tiles_are_those_of_a_product_and_cover_it() -> None:
@@ -285,12 +168,3 @@ def test_without_a_norm_tiles_are_those_of_a_product_and_cover_it() -> None:
     assert Columns.of(1000, None, 128) == (8, 128, 0)
     assert Columns.of(1000, NormBlocks(1000, 256), 256) == (4, 250, 0)
     assert Columns.of(257, NormBlocks(257, 256), 256) == (2, 128, 1)
-
-
-def test_backward_leaves_work_for_every_multiprocessor() -> None:
-    def steps(m: int, n: int) -> int:
-        return backward_steps(m, Columns.of(n, None, 256), 132)
-
-    assert steps(300, 768) == 1
-    assert steps(12288, 4096) == 31
-    assert steps(100_000, 4096) == 32

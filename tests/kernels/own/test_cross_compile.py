@@ -13,18 +13,21 @@ import pytest
 from cross_compile import halved_pairs
 
 from loka.kernels.triton.casts import cast_tile
+from loka.kernels.triton.gradient import LARGEST_AT_ONCE
 from loka.kernels.triton.tiles import (
-    BACKWARD_ROWS,
     GEMM_TILES,
+    GRADIENT_ROWS,
     NORM_ROWS,
+    SHARED_TILE,
     Columns,
     NormBlocks,
     Tiles,
-    backward_cols,
-    backward_steps,
     choose_block_tiles,
+    gradient_cols,
+    gradient_steps,
     grid,
     is_promoted,
+    power_of_two,
 )
 
 if importlib.util.find_spec("triton") is None:
@@ -112,19 +115,36 @@ def plain_case(m: int, n: int, k: int, **forms: bool) -> dict[str, Any]:
     return forward_case(m, n, k, bias=True, norm=False, u=BF16, amax=True, CODES=False, CODES_T=False, **forms)
 
 
-def backward_case(m: int, n: int, *, norm: bool = True, u: str = FP8) -> dict[str, Any]:
+def gradient_case(m: int, n: int, *, norm: bool = True, u: str = FP8, high: bool = False) -> dict[str, Any]:
     blocks = NormBlocks(n, 256) if norm else None
-    cols = backward_cols(n, blocks)
+    cols = gradient_cols(n, blocks)
     columns = Columns.of(n, blocks, cols)
     arguments = {
-        "dy_ptr": BF16, "u_ptr": u, "rstd_ptr": FP32, "dz_ptr": BF16, "row_amax_ptr": INT32, "col_amax_ptr": INT32,
-        "bias_sums_ptr": FP32, "unit": "fp32", **integers("m", "n", "dy_stride", "u_stride", "blocks"),
+        "dy_ptr": BF16, "u_ptr": u, "rstd_ptr": FP32, "dz_ptr": BF16, "codes_ptr": FP8, "scale_ptr": INT32,
+        "largest_ptr": INT32, "bias_sums_ptr": FP32, "unit": "fp32",
+        **integers("m", "n", "dy_stride", "u_stride", "codes_stride", "blocks"),
     }  # fmt: skip
-    constants = {"NORM": norm, "ROWS": BACKWARD_ROWS, "STEPS": backward_steps(m, columns, 132), "COLS": cols,
-                 "WIDTH": columns.width, "WIDER": columns.wider, "ACTIVATION": "hard_swish", "BIAS": True,
+    constants = {"NORM": norm, "ROWS": GRADIENT_ROWS, "STEPS": gradient_steps(m, columns), "COLS": cols,
+                 "WIDTH": columns.width, "WIDER": columns.wider, "ACTIVATION": "hard_swish", "HIGH": high, "BIAS": not high,
                  "EIGHTS": True}  # fmt: skip
-    return {"module": "block_kernels", "kernel": "epilogue_backward_kernel", "arguments": arguments, "constants": constants,
-            "warps": 8, "stages": 3}  # fmt: skip
+    return {"module": "gradient_kernels", "kernel": "gradient_kernel", "arguments": arguments, "constants": constants,
+            "warps": 4, "stages": 3}  # fmt: skip
+
+
+def shared_case(n: int, *, norm: bool = True) -> dict[str, Any]:
+    blocks = NormBlocks(n, 256) if norm else None
+    cols = gradient_cols(n, blocks)
+    columns, (tile_rows, tile_cols) = Columns.of(n, blocks, cols), SHARED_TILE
+    arguments = {
+        "codes_ptr": FP8, "trans_words_ptr": INT32, "scale_ptr": INT32, "largest_ptr": INT32, "row_scale_ptr": FP32,
+        "wgrad_scales_ptr": FP32, "x_factor": "fp32",
+        **integers("m", "n", "codes_stride", "trans_stride", "blocks", "programs"),
+    }  # fmt: skip
+    constants = {"NORM": norm, "WIDTH": columns.width, "WIDER": columns.wider, "ROWS": tile_rows, "COLS": min(tile_cols, cols),
+                 "PARTS": -(-cols // tile_cols), "BLOCKS": power_of_two(columns.count), "AT_ONCE": LARGEST_AT_ONCE,
+                 "PLAIN": True, "TRANS": True}  # fmt: skip
+    return {"module": "gradient_kernels", "kernel": "share_scales_kernel", "arguments": arguments, "constants": constants,
+            "warps": 4, "stages": 3}  # fmt: skip
 
 
 def norm_case(n: int) -> dict[str, Any]:
@@ -159,6 +179,9 @@ CASES = {
     **{f"gemm {t.rows}x{t.cols} to fp32": gemm_case(t, promoted=False, out=FP32) for t in GEMM_TILES},
     "block forward, small": forward_case(2048, 768, 256, HIGH=False),
     "block forward, small, serving": forward_case(2048, 768, 256, bias=True, **SERVING),
+    "block forward, several small waves, serving": forward_case(6144, 768, 256, bias=True, **SERVING),
+    "block forward, several small waves, serving bf16": forward_case(6144, 768, 256, bias=True, **SERVING_BF16),
+    "block forward, a long wave, serving": forward_case(2048, 1024, 4096, bias=True, **SERVING),
     "block forward, large": forward_case(12288, 4096, 4096, HIGH=False),
     "block forward, large, serving": forward_case(12288, 4096, 4096, bias=True, **SERVING),
     "block forward, large, serving bf16": forward_case(12288, 4096, 4096, bias=True, **SERVING_BF16),
@@ -172,10 +195,14 @@ CASES = {
     "block forward, no norm, relu": plain_case(2048, 2048, 2048, SAVED=False),
     "block forward, no norm, large, relu": plain_case(12288, 4096, 4096, SAVED=False),
     "norm to fp8": norm_case(1024),
-    "backward, small": backward_case(2048, 768),
-    "backward, large": backward_case(12288, 4096),
-    "backward, large, a bias that learns": backward_case(12288, 4096, u=BF16),
-    "backward, no norm": backward_case(12288, 4096, norm=False, u=BF16),
+    "gradient, small": gradient_case(2048, 768),
+    "gradient, large": gradient_case(12288, 4096),
+    "gradient, large, a bias that learns": gradient_case(12288, 4096, u=BF16),
+    "gradient, no norm": gradient_case(12288, 4096, norm=False, u=BF16),
+    "gradient, in high precision": gradient_case(12288, 4096, high=True),
+    "scales shared, small": shared_case(768),
+    "scales shared, large": shared_case(4096),
+    "scales shared, no norm": shared_case(4096, norm=False),
     # What choose_tiles must not choose: its sums do not fit twice.
     "promoted 128x256": gemm_case(next(filter(is_widest, GEMM_TILES)), promoted=True),
 }
@@ -228,15 +255,17 @@ def test_products_run_on_fp8_tensor_cores_from_tma(name: str) -> None:
     assert instructions["tma load"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("cast", "block", "norm", "backward"))])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("cast", "block", "norm", "scales"))])
 def test_memory_moves_sixteen_bytes_at_a_time(name: str) -> None:
     instructions = compiled()[name]["instructions"]
     assert instructions["load 16 bytes"] + instructions["tma load"] > 0
     assert instructions["store 16 bytes"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("backward")])
-def test_backward_moves_no_tile_between_threads(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("gradient")])
+def test_gradients_move_no_tile_between_threads(name: str) -> None:
     """Loads of codes and of bf16, and the store, agree on which thread holds what: shared memory serves reductions alone."""
-    assert compiled()[name]["instructions"]["load 1 byte"] == 0
+    instructions = compiled()[name]["instructions"]
+    assert instructions["load 16 bytes"] > 0
+    assert instructions["load 1 byte"] == instructions["store 1 byte"] == 0
     assert compiled()[name]["moved_tiles"] == 0

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from loka.kernels.triton import block, casts, gemm
+from loka.kernels.triton import block, casts, gemm, gradient
 
-REGISTERED_BY = (block, casts, gemm)  # importing them is what makes torch know these
+REGISTERED_BY = (block, casts, gemm, gradient)  # importing them is what makes torch know these
 
 
 def cases() -> dict[str, tuple[object, ...]]:
@@ -22,9 +22,11 @@ def cases() -> dict[str, tuple[object, ...]]:
             a, None, 0.5, b, torch.ones(24), None, 20, 32, None, 0.0, "relu", torch.float32, False, False, torch.bfloat16, True,
         ),
         "norm_forward": (torch.randn(20, 30), 256, 1e-5, "none", None, True, True, torch.float8_e4m3fn),
-        "epilogue_backward": (torch.randn(20, 24), torch.randn(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 20),
-                              256, "relu", True),
-        "epilogue_backward without norm": (torch.randn(20, 24), torch.randn(20, 24), torch.empty(0), None, "relu", True),
+        "block_gradient": (torch.randn(20, 24), torch.randn(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 20),
+                           256, "relu", True, True, True, 0.5),
+        "block_gradient of the weight without norm": (torch.randn(20, 24), torch.randn(20, 24), torch.empty(0), None, "relu",
+                                                      False, True, False, 0.5),
+        "norm_gradient": (torch.randn(20, 24), torch.randn(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 20), 256),
     }  # fmt: skip
 
 
