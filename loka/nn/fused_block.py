@@ -77,7 +77,7 @@ class FusedBlock(nn.Module):
             drop_casts(self)
 
     def recast_after_step(self) -> None:
-        """The same after a step of an optimizer, which moves a weight but a little: in one read."""
+        """The same after a step of an optimizer."""
         if self.why_reference is not None:
             return
         if holds_casts_of(self, self.weight):
@@ -88,7 +88,7 @@ class FusedBlock(nn.Module):
 
     def tensors(self) -> BlockTensors:
         """What the fused kernels read."""
-        return BlockTensors(self.weight, self.bias, *self._held_codes()[:4])
+        return BlockTensors(self.weight, self.bias, *self._held_codes())
 
     def reference(self, x: Tensor) -> Tensor:
         """The block in high precision."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from loka.core.recipe import Scaling
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, norm_forward
-from loka.kernels.triton.casts import Target, cast_matrix, remember_amax, rewriting
+from loka.kernels.triton.casts import Target, cast_matrix, rewriting
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.gradient import GradientCodes, block_gradient, norm_gradient
 from loka.kernels.triton.tiles import NormBlocks, ceil_div, is_promoted
@@ -26,13 +26,12 @@ FEWEST_TILES = 96  # of 128×128, for which cuBLAS sums a batch faster than we d
 
 
 class WeightCodes(NamedTuple):
-    """Codes of a weight and of its transpose, each with a scale a row, and what a cast remembers for the next."""
+    """Codes of a weight with a scale a row, and of its transpose with one for all."""
 
     codes_NK: Tensor
     scale_N: Tensor
     codes_KN: Tensor
-    scale_K: Tensor
-    memory: Tensor
+    scale: Tensor
 
 
 class InputCodes(NamedTuple):
@@ -83,16 +82,17 @@ class Gradients(NamedTuple):
 
 def cast_weight(weight_NK: Tensor) -> WeightCodes:
     """Both forms of a weight that a block reads."""
-    n, k = weight_NK.shape
-    targets = _rowwise(n, k), _rowwise(k, n)
-    return WeightCodes(*cast_matrix(weight_NK, *targets), remember_amax(weight_NK, *targets))
+    return WeightCodes(*cast_matrix(weight_NK, *_weight_targets(weight_NK)))
 
 
 def recasting_weight(weight_NK: Tensor, held: WeightCodes) -> Callable[[], None]:
-    """What does ``cast_weight`` again each time it is called, of a weight that has moved but a little: into the codes that are
-    there and in one read."""
+    """What does ``cast_weight`` again each time it is called, into the codes that are there."""
+    return rewriting(weight_NK, *_weight_targets(weight_NK), held)
+
+
+def _weight_targets(weight_NK: Tensor) -> tuple[Target, Target]:
     n, k = weight_NK.shape
-    return rewriting(weight_NK, _rowwise(n, k), _rowwise(k, n), held[:4], held.memory)
+    return _rowwise(n, k), Target(Scaling.TENSORWISE.value, k, padded_size(n, 16), 1.0)
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:
@@ -141,10 +141,11 @@ def forward_block(
 
 
 def backward_block(
-    spec: BlockSpec, dy_MN: Tensor, saved: SavedBlock, x_factor: float, codes_KN: Tensor, scale_K: Tensor,
+    spec: BlockSpec, dy_MN: Tensor, saved: SavedBlock, x_factor: float, codes_KN: Tensor, scale: Tensor,
     *, needs: GradientNeeds, x_dtype: torch.dtype, weight_dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
-    """The gradients asked for; the bias's is float32. ``x_factor`` is the constant part of the input's scale."""
+    """The gradients asked for; the bias's is float32. ``x_factor`` is the constant part of the input's scale, ``scale`` that of
+    all of the weight's transposed codes."""
     (m, n), k = dy_MN.shape, spec.in_features
     dz = block_gradient(
         dy_MN, saved.u_MN, saved.rstd_BM, spec.blocks, spec.activation,
@@ -154,7 +155,7 @@ def backward_block(
     if needs.weight:
         dw_NK = _weight_gradient(dz, saved, (n, k, m), weight_dtype)
     if needs.x:
-        dx_MK = _product(dz.codes_MN, dz.scale_M, codes_KN, scale_K, (m, k, n), x_dtype, promoted=is_promoted(n))
+        dx_MK = _product(dz.codes_MN, dz.scale_M, codes_KN, scale, (m, k, n), x_dtype, promoted=is_promoted(n))
     return Gradients(dx_MK, dw_NK, dz.bias_N if needs.bias else None)
 
 
@@ -191,13 +192,14 @@ def _product(
     a_codes: Tensor, a_scale: Tensor | None, b_codes: Tensor, b_scale: Tensor, sizes: tuple[int, int, int],
     out_dtype: torch.dtype, factor: float = 1.0, *, promoted: bool,
 ) -> Tensor:  # fmt: skip
-    """a·bᵀ·``factor`` of ``sizes`` (m, n, k), b with a scale a row, a with or without; summed in full where ``promoted``."""
+    """a·bᵀ·``factor`` of ``sizes`` (m, n, k), a with a scale a row or none, b with one a row or one for all; in full where
+    ``promoted``."""
     m, n, k = sizes
     if not promoted or not _is_for_cublas(a_codes, n, k):
         assert a_scale is not None
         return gemm(a_codes, b_codes, a_scale, b_scale, m, n, k, out_dtype=out_dtype, promoted=promoted, b_factor=factor)
     scale_m = torch.full((m, 1), factor, device=a_codes.device) if a_scale is None else factor * a_scale.reshape(m, 1)
-    scale_n = b_scale.reshape(1, n)
+    scale_n = b_scale.reshape(1, -1).expand(1, n).contiguous()
     return torch._scaled_mm(a_codes[:, :k], b_codes[:, :k].t(), scale_m, scale_n, out_dtype=out_dtype, use_fast_accum=False)
 
 

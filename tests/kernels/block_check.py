@@ -19,3 +19,9 @@ def assert_codes(codes_MN: Tensor, scale: Tensor | float, expected: Tensor, slac
     error = (decode(codes_MN, torch.float64) * scale - expected).abs()
     allowed = (expected.abs() * 2.0**-4).clamp(min=2.0**-10 * scale) * (1 + 1e-6) + slack
     assert (error <= allowed).all(), f"{int((error > allowed).sum())} of {error.numel()} codes are off"
+
+
+def rounded_before(value: Tensor, scale: Tensor) -> Tensor:
+    """The error of a code that had a smaller scale, at most half, before it got this one: it shows below e4m3's smallest normal
+    number alone, where it is rounded again. Before, it may have been below it, too."""
+    return torch.where(value.abs() < 2.0**-6 * scale, (2.0**-4 * value.abs()).clamp(min=2.0**-11 * scale), 0.0)

@@ -25,8 +25,7 @@ ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    ops = (block_forward, norm_forward, block_gradient, norm_gradient, gemm, cast_matrix, remember_amax, rewriting)
-    for op in ops:
+    for op in (block_forward, norm_forward, block_gradient, norm_gradient, gemm, cast_matrix, rewriting):
         monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
@@ -99,7 +98,7 @@ def gemm(
     *, out_dtype: torch.dtype, promoted: bool, b_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     assert a_MK.stride(0) % 16 == b_NK.stride(0) % 16 == 0
-    b = b_NK[:n, :k].float() * (b_factor if b_scale is None else b_factor * b_scale.reshape(n, 1))
+    b = b_NK[:n, :k].float() * (b_factor if b_scale is None else b_factor * b_scale.reshape(-1, 1))
     return (a_MK[:m, :k].float() * a_scale.reshape(-1, 1) @ b.t()).to(out_dtype)
 
 
@@ -107,21 +106,14 @@ def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = N
     def written(matrix: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         if target.scaling == NOT_WRITTEN:
             return x.new_empty(0, 0), x.new_empty(0, 0)
-        assert (target.scaling, target.outer) == (Scaling.ROWWISE, len(matrix))
-        codes, scale, *_ = quantize(matrix, Format.E4M3, Scaling.ROWWISE)
+        assert target.outer == len(matrix)
+        codes, scale, *_ = quantize(matrix, Format.E4M3, Scaling(target.scaling))
         return F.pad(codes.view(torch.uint8), (0, target.contraction - codes.shape[1])).view(codes.dtype), scale
 
     return *written(x, plain), *written(x.t(), trans)
 
 
-def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
-    """Nothing: here codes are rewritten with scales of their own."""
-    return x.new_empty((3, 0), dtype=torch.int32)
-
-
-def rewriting(
-    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor
-) -> Callable[[], None]:
+def rewriting(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
     def run() -> None:
         for held, made in zip(codes, cast_matrix(x, plain, trans), strict=True):
             held.copy_(made)

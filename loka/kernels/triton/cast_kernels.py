@@ -12,6 +12,7 @@ from loka.kernels.triton.codes import (
     INFINITY_BITS,
     INT8_MAX,
     divide,
+    largest_of,
     magnitude,
     scale_of,
     to_e4m3,
@@ -60,13 +61,13 @@ def amax_kernel(
 
 @triton.jit
 def _scales(
-    tile_amax_A, index_A, size_A, amax_A_ptr, all_amax_ptr, static_scale, A: tl.constexpr, SCALING: tl.constexpr
+    tile_amax_A, index_A, size_A, amax_A_ptr, all_amax, static_scale, A: tl.constexpr, SCALING: tl.constexpr
 ):  # fmt: skip
     """The scale of each entry of a tile's outer axis A. ``tile_amax_A`` are the amaxes within the tile."""
     if SCALING == "static":
         return tl.zeros((A,), tl.float32) + static_scale
     elif SCALING == "tensorwise":
-        return scale_of(tl.zeros((A,), tl.int32) + tl.load(all_amax_ptr))
+        return scale_of(tl.zeros((A,), tl.int32) + all_amax)
     elif SCALING == "rowwise":
         return scale_of(tl.load(amax_A_ptr + index_A, mask=index_A < size_A, other=0))
     elif SCALING == "1x128":
@@ -113,34 +114,26 @@ def _store_scales(scale_A, index_A, tile_A, tile_B, scale_ptr, size_A, size_B, S
             tl.store(scale_ptr + 0 * index_A, scale_A, mask=first_lane & (tile_A == 0) & (tile_B == 0))
 
 
-@triton.jit
-def _largest(flags_ptr, flags):
-    largest = tl.zeros((FLAGS_AT_ONCE,), tl.int32)
-    for first in range(0, flags, FLAGS_AT_ONCE):
-        index = first + tl.arange(0, FLAGS_AT_ONCE)
-        largest = tl.maximum(largest, tl.load(flags_ptr + index, mask=index < flags, other=0))
-    return tl.max(largest, axis=0)
-
-
-@triton.jit(do_not_specialize=["flags", "tiles_across"])
+@triton.jit(do_not_specialize=["amaxes", "flags", "tiles_across"])
 def cast_kernel(
-    x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
+    x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes,
     seen_rows_ptr, seen_cols_ptr, seen_all_ptr, outgrown_ptr, flags,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALIGNED: tl.constexpr, SEEN: tl.constexpr, IF_OUTGROWN: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, IF_OUTGROWN: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once, written as codes of the scalings PLAIN and TRANS ("none": not written).
 
-    SAME: both have the same scales, so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes,
-    which the compiler does not find out through a division. SEEN: the amaxes that the scalings are made from are raised (from
-    0) to the tile's own. IF_OUTGROWN: there is nothing to do where none of ``flags`` is raised. The tile is read as four tiles
-    of every fourth row: four codes of one column then meet in one thread, and are one word of the transpose.
+    One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
+    so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out
+    through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own. IF_OUTGROWN:
+    there is nothing to do where none of ``flags`` is raised. The tile is read as four tiles of every fourth row: four codes of
+    one column then meet in one thread, and are one word of the transpose.
     """
     wait_for_kernels_before()
     if IF_OUTGROWN:  # noqa: SIM102  (decided by the compiler)
-        if _largest(outgrown_ptr, flags) == 0:
+        if largest_of(outgrown_ptr, flags, FLAGS_AT_ONCE) == 0:
             return
     tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
     quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)
@@ -156,9 +149,12 @@ def cast_kernel(
             tl.atomic_max(seen_cols_ptr + col, tl.max(bits_QC, axis=0), mask=col < cols, sem="relaxed")
         if PLAIN == "tensorwise" or TRANS == "tensorwise":
             tl.atomic_max(seen_all_ptr, tl.max(bits_QC), sem="relaxed")
+    all_amax = 0
+    if PLAIN == "tensorwise" or TRANS == "tensorwise":
+        all_amax = largest_of(all_amax_ptr, amaxes, ALL_AT_ONCE)
     if TRANS != "none":
         amax_C = tl.max(bits_QC, axis=0) if TRANS == "1x128" or TRANS == "128x128" else tl.zeros((COLS,), tl.int32)
-        scale_C = _scales(amax_C, col, cols, col_amax_ptr, all_amax_ptr, trans_static, COLS, TRANS)
+        scale_C = _scales(amax_C, col, cols, col_amax_ptr, all_amax, trans_static, COLS, TRANS)
         _store_scales(scale_C, col, tile_C, tile_R, trans_scale_ptr, trans_rows, trans_cols, TRANS)
         OWN_C: tl.constexpr = (TRANS != "static") and not SEEN  # pyrefly: ignore[bad-assignment]
         scaled0, scaled1 = _scaled(x0, scale_C[None, :], OWN_C), _scaled(x1, scale_C[None, :], OWN_C)
@@ -175,7 +171,7 @@ def cast_kernel(
             if SEEN and PLAIN == "rowwise":
                 tl.atomic_max(seen_rows_ptr + row, tl.max(magnitude(x_QC), axis=1), mask=row < rows, sem="relaxed")
             amax_Q = tl.max(magnitude(x_QC), axis=1) if PLAIN == "1x128" else all_Q
-            scale_Q = _scales(amax_Q, row, rows, row_amax_ptr, all_amax_ptr, plain_static, QUADS, PLAIN)
+            scale_Q = _scales(amax_Q, row, rows, row_amax_ptr, all_amax, plain_static, QUADS, PLAIN)
             _store_scales(scale_Q, row, tile_R, tile_C, plain_scale_ptr, plain_rows, plain_cols, PLAIN)
             if SAME:
                 scaled_QC = scaled0 if j == 0 else scaled1 if j == 1 else scaled2 if j == 2 else scaled3
@@ -186,15 +182,19 @@ def cast_kernel(
 
 @triton.jit
 def rowwise_kernel(
-    x_ptr, codes_ptr, scale_ptr, rows, cols, row_stride, padded_rows, padded_cols, ROWS: tl.constexpr, COLS: tl.constexpr
+    x_ptr, codes_ptr, scale_ptr, amax_ptr, rows, cols, row_stride, padded_rows, padded_cols,
+    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr,
 ):  # fmt: skip
-    """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read."""
+    """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read. Amaxes may be NOTED."""
     wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
     LARGEST_CODE: tl.constexpr = INT8_MAX if codes_ptr.dtype.element_ty == tl.int8 else E4M3_MAX
-    scale_R = scale_of(tl.max(magnitude(x_RC), axis=1), LARGEST_CODE)
+    amax_R = tl.max(magnitude(x_RC), axis=1)
+    if NOTED:
+        tl.store(amax_ptr + row, amax_R, mask=row < rows)
+    scale_R = scale_of(amax_R, LARGEST_CODE)
     _store_plain(_scaled(x_RC, scale_R[:, None], True), row, col, codes_ptr, padded_rows, padded_cols)
     tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)
 

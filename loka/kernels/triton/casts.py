@@ -20,7 +20,7 @@ NOT_WRITTEN = "none"
 SCALINGS = (Scaling.STATIC, Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
 _IN_ONE_READ = (Scaling.STATIC, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128, NOT_WRITTEN)  # a tile sees all its scales need
 AMAX_TILE = (32, 512)
-REMEMBERED_AT_ONCE = 1024
+REMEMBERED_AT_ONCE = AMAXES_AT_ONCE = 1024
 
 
 Amaxes = tuple[Tensor, Tensor, Tensor]  # of rows, of columns, of all, each only as far as a scale is made from it
@@ -130,18 +130,20 @@ def write_codes(
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = x.shape
     if amax is None and _row_by_row(plain, trans, cols):
-        _launch_rowwise(x, plain, codes)
-        if trans.scaling == NOT_WRITTEN:
-            return
-        plain, codes = Target.none(), (*Target.none().empty(x), *codes[2:])
+        noted = x.new_empty(rows if trans.scaling == Scaling.TENSORWISE else 0, dtype=torch.int32)
+        _launch_rowwise(x, plain, codes, noted)
+        if trans.scaling != NOT_WRITTEN:
+            _launch_cast(x, Target.none(), trans, (*Target.none().empty(x), *codes[2:]), (noted, noted, noted))
+        return
     amaxes = _amaxes(x, plain, trans) if amax is None else (amax[:rows], amax[rows:], amax)
     _launch_cast(x, plain, trans, codes, amaxes)
 
 
 def _row_by_row(plain: Target, trans: Target, cols: int) -> bool:
     """Whether row scales of the matrix as it is are written by themselves, whole rows in a program, beside a transposed form
-    without amaxes: together they would need a pass for amaxes, and on an H200 took 1.3 to 1.7 times as long on average."""
-    return plain.scaling == "rowwise" and trans.scaling in _IN_ONE_READ and cols <= WIDEST_ROW
+    that needs no amaxes, or the largest of those rows: together they would need a pass for amaxes, and on an H200 took 1.3 to
+    1.7 times as long on average."""
+    return plain.scaling == "rowwise" and trans.scaling in (*_IN_ONE_READ, Scaling.TENSORWISE) and cols <= WIDEST_ROW
 
 
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
@@ -153,7 +155,7 @@ def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
 
 
 def rewriting(
-    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor
+    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor | None = None
 ) -> Callable[[], None]:
     """``rewrite_codes`` of the same tensors as often as it is called: after the first time by its launches alone, without the
     Python that led to them."""
@@ -176,19 +178,20 @@ def rewriting(
 
 @on_its_gpu
 def rewrite_codes(
-    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor
+    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor | None = None
 ) -> None:
     """``write_codes`` in one read, for a matrix that changes little from one call to the next, as a weight in training.
 
     Where that would take two, scales are from amaxes twice as large as they were at the call before: codes of a floating format
     lose nothing by it but the last binade below. Where an amax has more than doubled, or is a small part of what it was, all is
-    written once more by its own. Row scales of both layouts are written apart, which is faster still.
+    written once more by its own. Row scales of both layouts are written apart, which is faster still. Without
+    ``memory``, which ``remember_amax`` makes, this is ``write_codes``.
     """
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = x.shape
-    if reads(plain.scaling, trans.scaling, cols) == 1 or _row_by_row(plain, trans, cols):
+    if memory is None or reads(plain.scaling, trans.scaling, cols) == 1 or _row_by_row(plain, trans, cols):
         write_codes(x, plain, trans, codes)
         _tell_autograd(codes)
         return
@@ -214,15 +217,18 @@ def _tell_autograd(codes: tuple[Tensor, ...]) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _launch_rowwise(x: Tensor, plain: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
-    """Each row, which fits a program, by its own amax."""
+def _launch_rowwise(
+    x: Tensor, plain: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], noted: Tensor | None = None
+) -> None:
+    """Each row, which fits a program, by its own amax, which is ``noted`` where there is room."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), step = x.shape, rows_at_once(plain.contraction)
     launch(
         kernels.rowwise_kernel, (-(-plain.outer // step), 1, 1),
-        x, codes[0], codes[1], rows, cols, x.stride(0), plain.outer, plain.contraction,
-        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), num_warps=8 if plain.contraction > 1024 else 4,
+        x, codes[0], codes[1], noted, rows, cols, x.stride(0), plain.outer, plain.contraction,
+        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), NOTED=noted is not None and noted.numel() > 0,
+        num_warps=8 if plain.contraction > 1024 else 4,
     )  # fmt: skip
 
 
@@ -246,11 +252,12 @@ def _launch_cast(
     tiles = tiles_across * -(-max(plain.outer, trans.contraction) // tile.rows)
     launch(
         kernels.cast_kernel, (tiles, 1, 1),
-        x, plain_codes, plain_scale, words, trans_scale, row_amax, col_amax, all_amax,
+        x, plain_codes, plain_scale, words, trans_scale, row_amax, col_amax, all_amax, all_amax.numel(),
         seen_rows, seen_cols, seen_all, all_amax if outgrown is None else outgrown, 0 if outgrown is None else outgrown.numel(),
         rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
+        ALL_AT_ONCE=1 if all_amax.numel() == 1 else AMAXES_AT_ONCE,
         ALIGNED=trans.contraction % 16 == 0, SEEN=seen is not None, IF_OUTGROWN=outgrown is not None,
         num_warps=8 if tile.rows == 128 else 4,
     )  # fmt: skip

@@ -49,6 +49,16 @@ def magnitude(x):
 
 
 @triton.jit
+def largest_of(bits_ptr, count, AT_ONCE: tl.constexpr):
+    """The largest of ``count`` magnitudes, 0 of none."""
+    largest = tl.zeros((AT_ONCE,), tl.int32)
+    for first in range(0, count, AT_ONCE):
+        index = first + tl.arange(0, AT_ONCE)
+        largest = tl.maximum(largest, tl.load(bits_ptr + index, mask=index < count, other=0))
+    return tl.max(largest, axis=0)
+
+
+@triton.jit
 def scale_of(amax_bits, LARGEST: tl.constexpr = E4M3_MAX):
     """The scale that maps an amax, given as ``magnitude`` bits, onto the largest code."""
     scale = tl.maximum(tl.div_rn(amax_bits.to(tl.float32, bitcast=True), LARGEST), SMALLEST_SCALE)
@@ -65,8 +75,8 @@ def power_scale_of(amax_bits):
 
 @triton.jit
 def inverse_of_power(bits):
-    """1/s of a power of two s, given as bits; of NaN some number."""
-    return (-bits + 2 * ONE_BITS).to(tl.float32, bitcast=True)
+    """1/s of a power of two s, given as bits; 0 of NaN."""
+    return tl.maximum(-bits + 2 * ONE_BITS, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit

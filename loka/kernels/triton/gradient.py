@@ -3,6 +3,7 @@
 Axes:  M rows of the batch,  N features,  B norm blocks,  G groups of rows.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,49 @@ class GradientCodes(NamedTuple):
     bias_N: Tensor
 
 
+class _BlockCodes(NamedTuple):
+    """What the first pass writes: e4m3 codes, the bits of a scale for each block of each row, each program's largest."""
+
+    codes: Tensor
+    scales: Tensor
+    largest: Tensor
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How programs share out a matrix of ``rows`` and ``cols``, each a block of columns and ``steps`` tiles down."""
+
+    rows: int
+    cols: int
+    tile_cols: int
+    columns: Columns
+    steps: int
+
+    @classmethod
+    def of(cls, matrix: Tensor, blocks: NormBlocks | None) -> "_Grid":
+        rows, cols = matrix.shape
+        tile_cols = gradient_cols(cols, blocks)
+        columns = Columns.of(cols, blocks, tile_cols)
+        return cls(rows, cols, tile_cols, columns, gradient_steps(rows, columns))
+
+    @property
+    def groups(self) -> int:
+        """Of rows that one program goes down."""
+        return ceil_div(self.rows, GRADIENT_ROWS * self.steps)
+
+    @property
+    def programs(self) -> int:
+        return self.groups * self.columns.count
+
+    def scratch(self, codes: Tensor, like: Tensor) -> _BlockCodes:
+        """Memory for the first pass; ``codes`` may be some that are there, or empty."""
+        return _BlockCodes(
+            codes if codes.numel() else codes.new_empty((self.rows, padded_size(self.cols, 16))),
+            like.new_empty((self.columns.count, self.rows), dtype=torch.int32),
+            like.new_empty(self.programs, dtype=torch.int32),
+        )
+
+
 def block_gradient(
     dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks | None, activation: str,
     *, rows: bool, transposed: bool, bias: bool, x_factor: float,
@@ -68,27 +112,14 @@ def _block_gradient(
     bias: bool,
     x_factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from loka.kernels.triton import gradient_kernels as kernels
-
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    (m, n), blocks = dy.shape, norm_blocks(dy.shape[1], block)
-    cols, columns, _, groups = _grid(dy, blocks)
-    out = codes, scale, codes_t, wgrad_scales, bias_sums = _outputs(dy, groups, rows, transposed, bias)
-    scales = dy.new_empty((columns.count, m), dtype=torch.int32)
-    largest = dy.new_empty(groups * columns.count, dtype=torch.int32)
-    codes = codes if rows else codes.new_empty((m, padded_size(n, 16)))
-    _launch_gradient(dy, u, rstd, dy.new_empty(0), codes, scales, largest, bias_sums, blocks, activation, bias)
-    if not (rows or transposed):
-        return out
-    tile_rows, tile_cols = SHARED_TILE[0], min(SHARED_TILE[1], cols)
-    parts = ceil_div(cols, tile_cols)
-    launch(
-        kernels.share_scales_kernel, (ceil_div(m, tile_rows) * columns.count * parts, 1, 1),
-        codes, codes_t.view(torch.int32) if transposed else codes_t, scales, largest, scale, wgrad_scales,
-        m, n, padded_size(n, 16), padded_size(m, 16), columns.count, largest.numel(), x_factor,
-        NORM=blocks is not None, WIDTH=columns.width, WIDER=columns.wider, ROWS=tile_rows, COLS=tile_cols, PARTS=parts,
-        BLOCKS=power_of_two(columns.count), AT_ONCE=LARGEST_AT_ONCE, PLAIN=rows, TRANS=transposed, num_warps=4,
-    )  # fmt: skip
+    blocks = norm_blocks(dy.shape[1], block)
+    grid = _Grid.of(dy, blocks)
+    out = codes, scale, codes_t, wgrad_scales, bias_sums = _outputs(dy, grid.groups, rows, transposed, bias)
+    made = grid.scratch(codes, dy)
+    _launch_gradient(grid, dy, u, rstd, dy.new_empty(0), made, bias_sums, blocks, activation)
+    if rows or transposed:
+        _share_scales(grid, made, scale, codes_t, wgrad_scales, norm=block is not None, x_factor=x_factor)
     return out
 
 
@@ -104,7 +135,7 @@ def _(
     bias: bool,
     x_factor: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _outputs(dy, _grid(dy, norm_blocks(dy.shape[1], block))[-1], rows, transposed, bias)
+    return _outputs(dy, _Grid.of(dy, norm_blocks(dy.shape[1], block)).groups, rows, transposed, bias)
 
 
 def norm_gradient(dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBlocks) -> Tensor:
@@ -116,10 +147,10 @@ def norm_gradient(dy_MN: Tensor, u_MN: Tensor, rstd_BM: Tensor, blocks: NormBloc
 @on_its_gpu
 def _norm_gradient(dy: Tensor, u: Tensor, rstd: Tensor, block: int) -> Tensor:
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    dz, nothing = _empty_gradient(dy, u, rstd, block), dy.new_empty(0, dtype=torch.int32)
-    codes, bias_sums = dy.new_empty((0, 0), dtype=CODES_DTYPE), dy.new_empty(0, dtype=torch.float32)
-    blocks = NormBlocks(dy.shape[1], block)
-    _launch_gradient(dy, u, rstd, dz, codes, nothing, nothing, bias_sums, blocks, "none", bias=False)
+    dz, blocks = _empty_gradient(dy, u, rstd, block), NormBlocks(dy.shape[1], block)
+    nothing = dy.new_empty(0, dtype=torch.int32)
+    made, bias_sums = _BlockCodes(dy.new_empty(0, dtype=CODES_DTYPE), nothing, nothing), dy.new_empty(0, dtype=torch.float32)
+    _launch_gradient(_Grid.of(dy, blocks), dy, u, rstd, dz, made, bias_sums, blocks, "none")
     return dz
 
 
@@ -129,30 +160,40 @@ def _empty_gradient(dy: Tensor, u: Tensor, rstd: Tensor, block: int) -> Tensor:
 
 
 def _launch_gradient(
-    dy: Tensor, u: Tensor, rstd: Tensor, dz: Tensor, codes: Tensor, scales: Tensor, largest: Tensor, bias_sums: Tensor,
-    blocks: NormBlocks | None, activation: str, bias: bool,
+    grid: _Grid, dy: Tensor, u: Tensor, rstd: Tensor, dz: Tensor, made: _BlockCodes, bias_sums: Tensor,
+    blocks: NormBlocks | None, activation: str,
 ) -> None:  # fmt: skip
-    """Into ``dz`` if it has room, else as codes."""
+    """Into ``dz`` if it has room, else into what is ``made``."""
     from loka.kernels.triton import gradient_kernels as kernels
 
-    (m, n), (cols, columns, steps, groups) = dy.shape, _grid(dy, blocks)
     launch(
-        kernels.gradient_kernel, (groups * columns.count, 1, 1),
-        dy, u, rstd, dz, codes, scales, largest, bias_sums,
-        m, n, dy.stride(0), u.stride(0), padded_size(n, 16), columns.count,
+        kernels.gradient_kernel, (grid.programs, 1, 1),
+        dy, u, rstd, dz, *made, bias_sums,
+        grid.rows, grid.cols, dy.stride(0), u.stride(0), padded_size(grid.cols, 16), grid.columns.count,
         blocks.code_scale if blocks and u.dtype is CODES_DTYPE else 1.0,
-        NORM=blocks is not None, ROWS=GRADIENT_ROWS, STEPS=steps, COLS=cols, WIDTH=columns.width, WIDER=columns.wider,
-        ACTIVATION=activation, HIGH=dz.numel() > 0, BIAS=bias, EIGHTS=u.stride(0) % 8 == 0, num_warps=4,
+        NORM=blocks is not None, ROWS=GRADIENT_ROWS, STEPS=grid.steps, COLS=grid.tile_cols,
+        WIDTH=grid.columns.width, WIDER=grid.columns.wider,
+        ACTIVATION=activation, HIGH=dz.numel() > 0, BIAS=bias_sums.numel() > 0, EIGHTS=u.stride(0) % 8 == 0, num_warps=4,
     )  # fmt: skip
 
 
-def _grid(dy: Tensor, blocks: NormBlocks | None) -> tuple[int, Columns, int, int]:
-    """The columns of a tile, how programs share out the features, the steps each goes down, and groups of such rows."""
-    m, n = dy.shape
-    cols = gradient_cols(n, blocks)
-    columns = Columns.of(n, blocks, cols)
-    steps = gradient_steps(m, columns)
-    return cols, columns, steps, ceil_div(m, GRADIENT_ROWS * steps)
+def _share_scales(
+    grid: _Grid, made: _BlockCodes, scale: Tensor, codes_t: Tensor, wgrad_scales: Tensor, *, norm: bool, x_factor: float
+) -> None:
+    """Codes as they lie get one ``scale`` a row, if it has room; transposed ones are written, if they have, with one for all,
+    which is the first of ``wgrad_scales``, times ``x_factor``; the second is 1."""
+    from loka.kernels.triton import gradient_kernels as kernels
+
+    tile_rows, tile_cols = SHARED_TILE[0], min(SHARED_TILE[1], grid.tile_cols)
+    parts, transposed, columns = ceil_div(grid.tile_cols, tile_cols), codes_t.numel() > 0, grid.columns
+    launch(
+        kernels.share_scales_kernel, (ceil_div(grid.rows, tile_rows) * columns.count * parts, 1, 1),
+        made.codes, codes_t.view(torch.int32) if transposed else codes_t, made.scales, made.largest, scale, wgrad_scales,
+        grid.rows, grid.cols, padded_size(grid.cols, 16), padded_size(grid.rows, 16), columns.count, grid.programs, x_factor,
+        NORM=norm, WIDTH=columns.width, WIDER=columns.wider, ROWS=tile_rows, COLS=tile_cols, PARTS=parts,
+        BLOCKS=power_of_two(columns.count), AT_ONCE=LARGEST_AT_ONCE,
+        PLAIN=scale.numel() > 0, TRANS=transposed, num_warps=4,
+    )  # fmt: skip
 
 
 def _outputs(

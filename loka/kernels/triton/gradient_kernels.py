@@ -16,6 +16,7 @@ import triton.language as tl
 from loka.kernels.triton.block_kernels import columns_of
 from loka.kernels.triton.codes import (
     inverse_of_power,
+    largest_of,
     magnitude,
     power_over,
     power_scale_of,
@@ -60,6 +61,17 @@ def _load_dz(
         return g_MN
 
 
+@triton.jit
+def _store_codes(value_MN, index_M, index_N, inside_N, block, m, codes_ptr, codes_stride, scale_ptr):
+    """Codes of the rows of one block with a scale each, which is returned."""
+    scale_M = power_scale_of(tl.max(magnitude(value_MN), axis=1))
+    codes_MN = to_e4m3(value_MN * inverse_of_power(scale_M)[:, None])
+    place = codes_ptr + index_M.to(tl.int64)[:, None] * (codes_stride // 8 * 8) + index_N[None, :]
+    tl.store(place, codes_MN, mask=(index_M < m)[:, None] & inside_N[None, :])
+    tl.store(scale_ptr + block * m + index_M, scale_M, mask=index_M < m)
+    return scale_M
+
+
 @triton.jit(do_not_specialize_on_alignment=["u_stride", "codes_stride"])
 def gradient_kernel(
     dy_ptr, u_ptr, rstd_ptr, dz_ptr, codes_ptr, scale_ptr, largest_ptr, bias_sums_ptr,
@@ -79,19 +91,15 @@ def gradient_kernel(
     col_sum_MN = tl.zeros((ROWS, COLS), tl.float32)
     for step in range(STEPS):
         index_M = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        stored = (index_M < m)[:, None] & inside_N[None, :]
-        row = index_M.to(tl.int64)[:, None]
         dz_MN = _load_dz(
             dy_ptr, u_ptr, rstd_ptr, index_M, index_N, inside_N, size, block, m, dy_stride, u_stride, unit,
             NORM, ACTIVATION, EIGHTS,
         )  # fmt: skip
         if HIGH:
-            tl.store(dz_ptr + row * n + index_N[None, :], dz_MN.to(dz_ptr.dtype.element_ty), mask=stored)
+            place = dz_ptr + index_M.to(tl.int64)[:, None] * n + index_N[None, :]
+            tl.store(place, dz_MN.to(dz_ptr.dtype.element_ty), mask=(index_M < m)[:, None] & inside_N[None, :])
         else:
-            scale_M = power_scale_of(tl.max(magnitude(dz_MN), axis=1))
-            codes_MN = to_e4m3(dz_MN * inverse_of_power(scale_M)[:, None])
-            tl.store(codes_ptr + row * (codes_stride // 8 * 8) + index_N[None, :], codes_MN, mask=stored)
-            tl.store(scale_ptr + block * m + index_M, scale_M, mask=index_M < m)
+            scale_M = _store_codes(dz_MN, index_M, index_N, inside_N, block, m, codes_ptr, codes_stride, scale_ptr)
             largest_M = tl.maximum(largest_M, scale_M)
         if BIAS:
             col_sum_MN += dz_MN
@@ -99,15 +107,6 @@ def gradient_kernel(
         tl.store(largest_ptr + tl.program_id(0), tl.max(largest_M, axis=0))
     if BIAS:
         tl.store(bias_sums_ptr + group * n + index_N, tl.sum(col_sum_MN, axis=0), mask=inside_N)
-
-
-@triton.jit
-def _largest_of(largest_ptr, programs, AT_ONCE: tl.constexpr):
-    largest = tl.zeros((AT_ONCE,), tl.int32)
-    for first in range(0, programs, AT_ONCE):
-        index = first + tl.arange(0, AT_ONCE)
-        largest = tl.maximum(largest, tl.load(largest_ptr + index, mask=index < programs, other=0))
-    return tl.max(largest, axis=0)
 
 
 @triton.jit
@@ -144,7 +143,7 @@ def share_scales_kernel(
     scale0, scale1 = tl.load(scales, mask=4 * quad < m, other=0), tl.load(scales + 1, mask=4 * quad + 1 < m, other=0)
     scale2, scale3 = tl.load(scales + 2, mask=4 * quad + 2 < m, other=0), tl.load(scales + 3, mask=4 * quad + 3 < m, other=0)
     if TRANS:
-        largest = _largest_of(largest_ptr, programs, AT_ONCE)
+        largest = largest_of(largest_ptr, programs, AT_ONCE)
         words_QN = to_e4m3_words(
             codes0.to(tl.float32) * power_over(scale0, largest)[:, None],
             codes1.to(tl.float32) * power_over(scale1, largest)[:, None],
@@ -154,9 +153,9 @@ def share_scales_kernel(
         words = tl.multiple_of(trans_stride // 4, 4)
         stored = inside_N[:, None] & (quad < words)[None, :]
         tl.store(trans_words_ptr + index_N.to(tl.int64)[:, None] * words + quad[None, :], tl.trans(words_QN), mask=stored)
-        both = tl.arange(0, 2)
-        scales_of_both = tl.where(both == 0, largest.to(tl.float32, bitcast=True) * x_factor, 1.0)
-        tl.store(wgrad_scales_ptr + both, scales_of_both, mask=(both < 2) & (tl.program_id(0) == 0))
+        if tl.program_id(0) == 0:
+            tl.store(wgrad_scales_ptr, largest.to(tl.float32, bitcast=True) * x_factor)
+            tl.store(wgrad_scales_ptr + 1, 1.0)
     if PLAIN:
         for j in tl.static_range(4):
             row = 4 * quad + j

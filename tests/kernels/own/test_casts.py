@@ -105,7 +105,14 @@ class TestRewriting:
     """A weight cast again after every step, in one read, with scales from twice the amaxes of the step before; row scales of
     both layouts apart, those of the matrix as it is from its own."""
 
-    KINDS = (("rowwise", "rowwise"), ("tensorwise", "tensorwise"), ("rowwise", "tensorwise"), ("none", "rowwise"))
+    KINDS = (("rowwise", "rowwise"), ("tensorwise", "tensorwise"), ("none", "rowwise"))
+    BY_THEIR_OWN = (
+        ("rowwise", "none"),
+        ("128x128", "128x128"),
+        ("static", "static"),
+        ("rowwise", "static"),
+        ("rowwise", "tensorwise"),
+    )
 
     @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
     @pytest.mark.parametrize(("rows", "cols"), [(40, 150), (129, 64)])
@@ -148,9 +155,7 @@ class TestRewriting:
             else:
                 assert torch.equal(got, expected)
 
-    @pytest.mark.parametrize(
-        "kinds", [*KINDS, ("rowwise", "none"), ("128x128", "128x128"), ("rowwise", "static")], ids="-".join
-    )
+    @pytest.mark.parametrize("kinds", [*KINDS, *BY_THEIR_OWN], ids="-".join)
     @pytest.mark.parametrize("rows", [40, 64], ids=str)
     def test_launches_made_again_write_what_a_call_writes(
         self, where: torch.device, kinds: tuple[str, str], rows: int, monkeypatch: pytest.MonkeyPatch
@@ -207,14 +212,21 @@ class TestRewriting:
         rewrite_codes(x, *targets, codes, memory)
         assert all(tensor._version > version for tensor, version in zip(codes, before, strict=True))
 
-    @pytest.mark.parametrize(
-        "kinds", [("rowwise", "none"), ("128x128", "128x128"), ("static", "static"), ("rowwise", "static")], ids="-".join
-    )
+    @pytest.mark.parametrize("kinds", BY_THEIR_OWN, ids="-".join)
     def test_what_takes_one_read_anyway_is_cast_as_ever(self, where: torch.device, kinds: tuple[str, str]) -> None:
         x = hostile(40, 150, torch.float32, 0).to(where)
         targets = target(kinds[0], 40, 150), target(kinds[1], 150, 40)
         codes, memory = cast_matrix(3 * x, *targets), remember_amax(3 * x, *targets)
         rewrite_codes(x, *targets, codes, memory)
+        for got, expected in zip(codes, cast_matrix(x, *targets), strict=True):
+            assert torch.equal(got.float(), expected.float())
+
+    def test_nothing_is_remembered_where_there_is_no_room_for_it(self, where: torch.device) -> None:
+        """Rows too long for a program, as of a wide weight."""
+        x = torch.randn(4, casts.WIDEST_ROW + 100, generator=torch.Generator().manual_seed(0)).to(where)
+        targets = target("rowwise", *x.shape), target("tensorwise", x.shape[1], 4)
+        codes = cast_matrix(3 * x, *targets)
+        rewriting(x, *targets, codes)()
         for got, expected in zip(codes, cast_matrix(x, *targets), strict=True):
             assert torch.equal(got.float(), expected.float())
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.casts import cast_tile
+from loka.kernels.triton.casts import AMAXES_AT_ONCE, cast_tile
 from loka.kernels.triton.gradient import LARGEST_AT_ONCE
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
@@ -50,7 +50,7 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
         "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
         "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32,
         "seen_rows_ptr": INT32, "seen_cols_ptr": INT32, "seen_all_ptr": INT32, "outgrown_ptr": INT32,
-        "plain_static": "fp32", "trans_static": "fp32", **integers("flags"),
+        "plain_static": "fp32", "trans_static": "fp32", **integers("flags", "amaxes"),
         **integers("rows", "cols", "row_stride", "plain_rows", "plain_cols", "trans_rows", "trans_cols", "tiles_across"),
     }  # fmt: skip
     constants = {
@@ -59,6 +59,7 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
         "PLAIN": plain,
         "TRANS": trans,
         "SAME": plain == trans != "rowwise",
+        "ALL_AT_ONCE": AMAXES_AT_ONCE,
         "ALIGNED": True,
         "SEEN": seen,
         "IF_OUTGROWN": if_outgrown,
@@ -70,8 +71,8 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
 def rowwise_case(rows: int, cols: int, codes: str = FP8) -> dict[str, Any]:
     sizes = integers("rows", "cols", "row_stride", "padded_rows", "padded_cols")
     return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
-            "arguments": {"x_ptr": BF16, "codes_ptr": codes, "scale_ptr": FP32, **sizes},
-            "constants": {"ROWS": rows, "COLS": cols}}  # fmt: skip
+            "arguments": {"x_ptr": BF16, "codes_ptr": codes, "scale_ptr": FP32, "amax_ptr": INT32, **sizes},
+            "constants": {"ROWS": rows, "COLS": cols, "NOTED": True}}  # fmt: skip
 
 
 def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16, codes: str = FP8) -> dict[str, Any]:
@@ -166,6 +167,7 @@ CASES = {
     "cast rowwise both, amaxes remembered": cast_case("rowwise", "rowwise", seen=True),
     "cast rowwise both, once more if outgrown": cast_case("rowwise", "rowwise", if_outgrown=True),
     "cast tensorwise both, amaxes remembered": cast_case("tensorwise", "tensorwise", seen=True),
+    "cast tensorwise, transposed": cast_case("none", "tensorwise"),
     "cast rowwise and 1x128": cast_case("rowwise", "1x128"),
     "cast tiles both": cast_case("128x128", "128x128"),
     "cast static both": cast_case("static", "static"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from block_check import ACTIVATION, EPS, FEATURES, FP64, assert_codes
+from block_check import ACTIVATION, EPS, FEATURES, FP64, assert_codes, rounded_before
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -80,9 +80,7 @@ def check_codes(got: GradientCodes, dz: Tensor, slack: Tensor) -> None:
     torch.testing.assert_close(wgrad_scale, scale * X_FACTOR, rtol=1e-6, atol=0.0)
     assert torch.equal(scale_M.frexp().mantissa, torch.full_like(scale_M, 0.5))
     for codes, of_codes in ((got.codes_MN[:, :n], scale_M[:, None]), (got.codes_NM[:, :m].t(), scale)):
-        # Below the smallest normal number a code has been rounded by its own row's and block's scale before.
-        twice = torch.where(dz.abs() < 2.0**-6 * of_codes, 2.0**-4 * dz.abs(), 0.0)
-        assert_codes(codes, of_codes, dz, slack + twice)
+        assert_codes(codes, of_codes, dz, slack + rounded_before(dz, of_codes))
     assert (got.codes_NM[:, m:].view(torch.uint8) == 0).all()
     amax = dz.abs().amax(1)
     assert (amax <= 448 * scale_M + slack[:, 0]).all()
