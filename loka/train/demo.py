@@ -47,7 +47,7 @@ from loka.train.precision import autocast, matmul_precision, resolve_device
 from loka.train.progress import Progress, Silent
 from loka.train.run_folder import RunFolder
 from loka.train.trainer import Trainer
-from loka.train.twins import Twin, compare_quality, compare_times
+from loka.train.twins import Twin, compare_quality, compare_times, measure_speedup
 
 CHECK_BATCHES = 4
 HIGH, OTHER, PLANNED = "high", "other", "planned"  # the twins' folders
@@ -155,7 +155,7 @@ class _Demo:
         high, planned = self._trainer()[0], self._trainer()[0]
         for trainer in (high, planned):
             _load_newest(trainer, self.folder)
-        speedup = self._step_times(high, planned, plan, rounds=5).speedup.mean
+        speedup = measure_speedup(*self._step_twins(high, planned, plan), rounds=5).mean
         if speedup >= MIN_SPEEDUP:
             return plan
         self.stage.say(f"     training: given up, a whole step is {speedup:.2f}× as fast")
@@ -205,13 +205,14 @@ class _Demo:
         return msgspec.structs.replace(pair, other=change)
 
     def _training_times(self) -> TimePair:
-        return self._step_times(self._trained(HIGH), self._trained(PLANNED), self._training_plan)
+        twins = self._step_twins(self._trained(HIGH), self._trained(PLANNED), self._training_plan)
+        return compare_times(Goal.TRAINING, self.config.batch_size, *twins, compiled=self.config.compile)
 
-    def _step_times(self, high: Trainer, planned: Trainer, plan: Plan, rounds: int = 15) -> TimePair:
+    def _step_twins(self, high: Trainer, planned: Trainer, plan: Plan) -> tuple[Twin, Twin]:
+        """Both with a training step to time, the second by ``plan``."""
         self._apply(plan, planned.model)
         batch = next(self.data.train(self.config.batch_size))
-        twins = [Twin(trainer.model, lambda trainer=trainer: trainer.step(batch)) for trainer in (high, planned)]
-        return compare_times(Goal.TRAINING, self.config.batch_size, *twins, rounds=rounds, compiled=self.config.compile)
+        return Twin(high.model, lambda: high.step(batch)), Twin(planned.model, lambda: planned.step(batch))
 
     def _serve_both_ways(self, name: str) -> tuple[QualityPair, TimePair]:
         """The same weights in high precision and frozen under the serving plan."""

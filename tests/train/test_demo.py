@@ -117,9 +117,8 @@ def test_twins_part_by_the_plan_alone(whole: Path, tmp_path: Path) -> None:
         if file.is_file() and file.name not in ("comparison.json", "plan.json"):
             shutil.copy(file, tmp_path)
     shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
-    make_plan(Survey.load(whole), goal=Goal.TRAINING, min_speedup=1e-6).save(tmp_path / "training")
-    plan = make_plan(Survey.load(whole), goal=Goal.SERVING, min_speedup=1e-6)
-    plan.save(tmp_path)
+    for goal in Goal:
+        make_plan(Survey.load(whole), goal=goal, min_speedup=1e-6).save(tmp_path / goal)
     comparison = run_demo(TINY, tmp_path)
     training, serving = comparison.quality
     assert training.other is not None

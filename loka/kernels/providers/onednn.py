@@ -3,12 +3,18 @@
 oneDNN wants b in blocks of its own. Packing costs more than a small GEMM, so it is done with the cast of b and kept for
 as long as the codes live; a packed b is found by the identity of its codes and their version, which moves whenever a
 weight cast is refreshed in place.
+
+On Arm its fast int8 is that of the Arm Compute Library, which takes one scale for all of b: there b's own scales are applied
+in a pass over the output. With them oneDNN falls back on code that took 214 ms for 2048×1024×1024, where fp32 took 68 and one
+scale 20 (Neoverse-N1, 2 threads, torch 2.13).
 """
 
+import platform
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +30,9 @@ from loka.numerics.scaling import scale_from_amax
 
 SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms where fp32 takes 0.2 (Xeon with AMX, 2048×13×512)
 LONGEST_CONTRACTION = 2**31 // 127**2  # past it the int32 sum of products can overflow
+
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+ROW_COUNTS_KEPT = 4  # of a weight, where each has a packed copy: a server whose batches always change must not fill the memory
 
 B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE, layout=Layout.ONEDNN)
 
@@ -127,14 +136,17 @@ def _cast(x: Tensor, spec: OperandSpec) -> Operand:
     return Operand(codes, scale, x.shape[0], x.shape[1], spec)
 
 
-class _PackedCache:
+Packed = TypeVar("Packed")
+
+
+class _PackedCache(Generic[Packed]):
     """What ``pack`` made of a tensor, for as long as that tensor lives and its version stands."""
 
-    def __init__(self, pack: Callable[..., object]) -> None:
+    def __init__(self, pack: Callable[..., Packed]) -> None:
         self._pack = pack
         self._entries = WeakTensorKeyDictionary()
 
-    def get(self, codes: Tensor, *details: Tensor) -> object:
+    def get(self, codes: Tensor, *details: Tensor) -> Packed:
         entry = self._entries.get(codes)
         if entry is None or entry[0] != codes._version:
             entry = (codes._version, self._pack(codes, *details))
@@ -146,15 +158,32 @@ def _pack_for_int8(codes_NK: Tensor) -> Tensor:
     return torch.ops.onednn.qlinear_prepack(codes_NK, None)
 
 
-def _pack_for_dynamic(codes_NK: Tensor, scale_N1: Tensor) -> object:
-    zeros_N = torch.zeros(codes_NK.shape[0], dtype=torch.long)
+def _pack_for_dynamic(codes_NK: Tensor, scale_N1: Tensor) -> Callable[[int], object]:
+    """The packed weight, by the number of rows that it will be multiplied with."""
+    weight_NK = _quantized(codes_NK, scale_N1)
+    if IS_ARM:
+        # Right for the rows of its first call alone: with others torch takes a for unsigned, by a zero point for signed values
+        # (https://github.com/pytorch/pytorch/issues/145216).
+        return lru_cache(ROW_COUNTS_KEPT)(lambda rows: _pack_quantized(weight_NK))
+    packed = _pack_quantized(weight_NK)
+    return lambda rows: packed
+
+
+def _quantized(codes_NK: Tensor, scale_N1: Tensor) -> Tensor:
+    """A copy of the codes as torch's quantized tensor, with their scales where oneDNN applies these."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantized dtypes are deprecated; on Arm nothing else casts a in so little time yet
+        if IS_ARM:
+            return torch._make_per_tensor_quantized_tensor(codes_NK, 1.0, 0)
+        zeros_N = torch.zeros(codes_NK.shape[0], dtype=torch.long)
+        return torch._make_per_channel_quantized_tensor(codes_NK, scale_N1.flatten().double(), zeros_N, 0)
+
+
+def _pack_quantized(weight_NK: Tensor) -> object:
     engines = torch.backends.quantized
     before, engines.engine = engines.engine, "onednn"  # packing remembers the engine; multiplying does not ask again
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # quantized dtypes are deprecated; on Arm nothing else reaches this speed yet
-            weight_NK = torch._make_per_channel_quantized_tensor(codes_NK, scale_N1.flatten().double(), zeros_N, 0)
-            return torch.ops.quantized.linear_prepack(weight_NK, None)
+        return torch.ops.quantized.linear_prepack(weight_NK, None)
     finally:
         engines.engine = before
 
@@ -172,15 +201,15 @@ def _int32_zeros(n: int) -> Tensor:
 def onednn_int8_mm(
     a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """(a·bᵀ)·scales + bias. A tensor scale is applied by oneDNN; row scales of a in a pass over the output."""
+    """(a·bᵀ)·scales + bias. A tensor scale is applied by oneDNN; row scales of a, on Arm also of b, in passes over the sums."""
     rowwise = a_scale.numel() != 1
     out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
         a_MK,
         torch.ones(1) if rowwise else a_scale.flatten(),
         _int32_zeros(1),
         _PACKED_FOR_INT8.get(b_NK),
-        b_scale_N1.flatten(),
-        _int32_zeros(b_NK.shape[0]),
+        torch.ones(1) if IS_ARM else b_scale_N1.flatten(),
+        _int32_zeros(1 if IS_ARM else b_NK.shape[0]),
         None,
         1.0,
         0,
@@ -191,6 +220,8 @@ def onednn_int8_mm(
     )
     if rowwise:
         out_MN.mul_(a_scale)
+    if IS_ARM:
+        out_MN.mul_(b_scale_N1.flatten())
     if bias_N is not None:
         out_MN.add_(bias_N)
     return out_MN.to(out_dtype)
@@ -203,14 +234,15 @@ def _(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: T
 
 @op("onednn_int8_dynamic_mm", "CPU")
 def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Tensor:
-    packed = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))
+    packed = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))(a_MK.shape[0])
     # Its cast of a either raises on NaN or takes it for a number; both extremes are finite only where all values are.
     is_finite_M1 = a_MK.amax(1, keepdim=True).isfinite() & a_MK.amin(1, keepdim=True).isfinite()
     is_nan_N = b_scale_N1.flatten().isnan()
-    if is_finite_M1.all() and not is_nan_N.any():
-        return torch.ops.quantized.linear_dynamic(a_MK, packed, False)
-    out_MN = torch.ops.quantized.linear_dynamic(a_MK.masked_fill(~is_finite_M1, 0.0), packed, False)
-    return out_MN.masked_fill_(~is_finite_M1 | is_nan_N, torch.nan)
+    is_whole = is_finite_M1.all() and not is_nan_N.any()
+    out_MN = torch.ops.quantized.linear_dynamic(a_MK if is_whole else a_MK.masked_fill(~is_finite_M1, 0.0), packed, False)
+    if IS_ARM:
+        out_MN.mul_(b_scale_N1.flatten())
+    return out_MN if is_whole else out_MN.masked_fill_(~is_finite_M1 | is_nan_N, torch.nan)
 
 
 @fake_of("onednn_int8_dynamic_mm")
