@@ -166,7 +166,7 @@ def _weight_gradient(dz: GradientCodes, saved: SavedBlock, sizes: tuple[int, int
     and we split the batch.
     """
     n, k, m = sizes
-    dz_scale, x_scale = dz.wgrad_scales.split(1)
+    dz_scale, x_scale = dz.wgrad_scales[:, :1]
     rowwise = saved.x_scale_K is not None
     fits = ceil_div(n, 128) * ceil_div(k, 128) >= FEWEST_TILES if rowwise else n % 16 == 0
     if not (fits and _is_for_cublas(dz.codes_NM, k, m)):

@@ -78,7 +78,7 @@ def block_gradient(
         _padded(encode(dz_MN / scale_M[:, None], Format.E4M3)) if rows else nothing,
         scale_M if rows else dz_MN.new_empty(0),
         _padded(encode(dz_MN.t() / scale, Format.E4M3)) if transposed else nothing,
-        torch.stack([scale * x_factor, torch.ones_like(scale)]) if transposed else dz_MN.new_empty(0),
+        torch.stack([scale * x_factor, torch.ones_like(scale)])[:, None].expand(2, 4) if transposed else dz_MN.new_empty(0),
         dz_MN.sum(0),
     )
 

@@ -31,7 +31,7 @@ class GradientCodes(NamedTuple):
     """dz as e4m3 codes, stored with a multiple of 16 columns; what was not asked for has no elements.
 
     Rows as dgrad reads them have a scale each, a power of two. Transposed, as wgrad reads them, all have one, a power of two
-    times the scale of x: it is the first of ``wgrad_scales``, and the second is 1, for the other operand.
+    times the scale of x: it begins the first row of ``wgrad_scales``, and the second row begins with 1, for the other operand.
     """
 
     codes_MN: Tensor
@@ -181,7 +181,7 @@ def _share_scales(
     grid: _Grid, made: _BlockCodes, scale: Tensor, codes_t: Tensor, wgrad_scales: Tensor, *, norm: bool, x_factor: float
 ) -> None:
     """Codes as they lie get one ``scale`` a row, if it has room; transposed ones are written, if they have, with one for all,
-    which is the first of ``wgrad_scales``, times ``x_factor``; the second is 1."""
+    which begins the first row of ``wgrad_scales``, times ``x_factor``; the second begins with 1."""
     from loka.kernels.triton import gradient_kernels as kernels
 
     tile_rows, tile_cols = SHARED_TILE[0], min(SHARED_TILE[1], grid.tile_cols)
@@ -204,6 +204,6 @@ def _outputs(
         dy.new_empty((m, padded_size(n, 16)) if rows else (0,), dtype=CODES_DTYPE),
         dy.new_empty(m if rows else 0, dtype=torch.float32),
         dy.new_empty((n, padded_size(m, 16)) if transposed else (0,), dtype=CODES_DTYPE),
-        dy.new_empty(2 if transposed else 0, dtype=torch.float32),
+        dy.new_empty((2, 4) if transposed else (0,), dtype=torch.float32),  # rows of 16 bytes, as cuBLAS wants a scale aligned
         dy.new_empty((groups, n) if bias else (0, 0), dtype=torch.float32),
     )

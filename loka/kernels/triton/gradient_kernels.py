@@ -25,6 +25,8 @@ from loka.kernels.triton.codes import (
     wait_for_kernels_before,
 )
 
+SCALES_APART = tl.constexpr(4)  # cuBLAS reads a scale from where 16 bytes begin
+
 
 @triton.jit
 def _slope(u, ACTIVATION: tl.constexpr):
@@ -127,7 +129,7 @@ def share_scales_kernel(
     """Codes whose scales are one a row and block, for ROWS rows of one of PARTS parts of a block.
 
     PLAIN: rewritten where their scale is not yet their row's. TRANS: written transposed, all with one scale, which is noted
-    times ``x_factor``, the other operand's, and a 1 behind it. As in ``cast_kernel`` four codes of a column meet in one word.
+    times ``x_factor``, the other operand's, and a 1 beside it. As in ``cast_kernel`` four codes of a column meet in one word.
     """
     wait_for_kernels_before()
     tile_m, rest = tl.program_id(0) // (blocks * PARTS), tl.program_id(0) % (blocks * PARTS)
@@ -155,7 +157,7 @@ def share_scales_kernel(
         tl.store(trans_words_ptr + index_N.to(tl.int64)[:, None] * words + quad[None, :], tl.trans(words_QN), mask=stored)
         if tl.program_id(0) == 0:
             tl.store(wgrad_scales_ptr, largest.to(tl.float32, bitcast=True) * x_factor)
-            tl.store(wgrad_scales_ptr + 1, 1.0)
+            tl.store(wgrad_scales_ptr + SCALES_APART, 1.0)
     if PLAIN:
         for j in tl.static_range(4):
             row = 4 * quad + j
