@@ -168,8 +168,8 @@ def _weight_gradient(dz: GradientCodes, saved: SavedBlock, sizes: tuple[int, int
     n, k, m = sizes
     dz_scale, x_scale = dz.wgrad_scales[:, :1]
     rowwise = saved.x_scale_K is not None
-    fits = ceil_div(n, 128) * ceil_div(k, 128) >= FEWEST_TILES if rowwise else n % 16 == 0
-    if not (fits and _is_for_cublas(dz.codes_NM, k, m)):
+    idle = rowwise and ceil_div(n, 128) * ceil_div(k, 128) < FEWEST_TILES
+    if idle or not _is_for_cublas(dz.codes_NM, k, m):
         return gemm(dz.codes_NM, saved.x_codes_KM, dz_scale, saved.x_scale_K, n, k, m, out_dtype=dtype, promoted=True)
     if rowwise:
         dz_scale, x_scale = dz_scale.expand(n, 1).contiguous(), saved.x_scale_K.reshape(1, k)

@@ -126,7 +126,7 @@ _ROOMY_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
 _BLOCK_US = {
     Tiles(64, 256, 128, warps=4, stages=3): (1.5, 1.9, 3.35),
     _ROOMY_BLOCK: (2.0, 2.0, 2.8),
-    Tiles(64, 256, 128, warps=4, stages=2, per_sm=2): (0.5, 2.2, 7.2),
+    Tiles(64, 256, 128, warps=4, stages=2, per_sm=2): (0.5, 2.6, 7.2),
     Tiles(128, 256, 128, warps=8, stages=3): (1.2, 3.3, 5.3),
 }
 
