@@ -167,11 +167,10 @@ def _weight_gradient(dz: GradientCodes, saved: SavedBlock, sizes: tuple[int, int
     """
     n, k, m = sizes
     dz_scale, x_scale = dz.wgrad_scales[:, :1]
-    rowwise = saved.x_scale_K is not None
-    idle = rowwise and ceil_div(n, 128) * ceil_div(k, 128) < FEWEST_TILES
+    idle = saved.x_scale_K is not None and ceil_div(n, 128) * ceil_div(k, 128) < FEWEST_TILES
     if idle or not _is_for_cublas(dz.codes_NM, k, m):
         return gemm(dz.codes_NM, saved.x_codes_KM, dz_scale, saved.x_scale_K, n, k, m, out_dtype=dtype, promoted=True)
-    if rowwise:
+    if saved.x_scale_K is not None:
         dz_scale, x_scale = dz_scale.expand(n, 1).contiguous(), saved.x_scale_K.reshape(1, k)
     return torch._scaled_mm(
         dz.codes_NM[:, :m], saved.x_codes_KM[:, :m].t(), dz_scale, x_scale, out_dtype=dtype, use_fast_accum=False

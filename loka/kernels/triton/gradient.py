@@ -93,10 +93,10 @@ def block_gradient(
     Without a norm any u with the activation's slope will do, relu's y among them, and without an activation none is read.
     """
     block = None if blocks is None else blocks.block
-    *codes, bias_sums_GN = torch.ops.loka.block_gradient(
+    codes_MN, scale_M, codes_NM, wgrad_scales, bias_sums_GN = torch.ops.loka.block_gradient(
         dy_MN, u_MN, rstd_BM, block, activation, rows, transposed, bias, x_factor
     )
-    return GradientCodes(*codes, bias_sums_GN.sum(0))
+    return GradientCodes(codes_MN, scale_M, codes_NM, wgrad_scales, bias_sums_GN.sum(0))
 
 
 @op("block_gradient")
