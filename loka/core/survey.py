@@ -61,6 +61,7 @@ class BlockCandidate(Struct, frozen=True):
     error: dict[Role, dict[str, Estimate]] = {}
     flushed: float = 0.0  # as a Candidate's in fprop, by its own casts of x and w
     silenced: float = 0.0
+    silenced_backward: float = 0.0  # of the features of dz or of w, by backward's casts, which have one scale for all
     input_cast_us: Times = {}  # paid where the module in front hands on no FP8
     training_cast_us: Times = {}  # the same in training, where wgrad reads the input transposed
     forward_us: Times = {}  # serving: nothing saved

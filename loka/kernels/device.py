@@ -1,8 +1,10 @@
 """The devices of this machine, as kernels see them."""
 
 import platform
+import re
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -12,6 +14,9 @@ from loka.core.gemm import Device
 
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
+
+ARM = "0x41"  # as an implementer; and the parts that servers have
+ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 
 
 def constant_when_traced(function: Callable[Parameters, Answer]) -> Callable[Parameters, Answer]:
@@ -59,8 +64,18 @@ def model_dtype(device: torch.device) -> torch.dtype:
 @lru_cache
 def _cpu_name() -> str:
     try:
-        with open("/proc/cpuinfo") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "Model Name"))]
+        found = cpu_named_in(Path("/proc/cpuinfo").read_text())
     except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
+        found = None
+    return found or platform.processor() or platform.machine()
+
+
+def cpu_named_in(cpuinfo: str) -> str | None:
+    """The CPU's name, as Linux tells it. Of an Arm CPU it tells numbers: plans of one must not pass for another's."""
+    told = dict(re.findall(r"^(.+?)\s*: (.+)$", cpuinfo, re.MULTILINE))
+    if name := told.get("model name") or told.get("Model Name"):
+        return name
+    maker, part = told.get("CPU implementer"), told.get("CPU part")
+    if maker is None or part is None:
+        return None
+    return f"Arm {ARM_CORES[part]}" if maker == ARM and part in ARM_CORES else f"{platform.machine()} {maker} {part}"

@@ -51,20 +51,21 @@ class Blocks:
             if reason := block if isinstance(block, str) else self._why_not(block, shapes):
                 return (BlockCandidate(BLOCK_KERNEL, site.norm, site.activation, why_not=reason),)
             assert isinstance(block, FusedBlock)
-            error = self._error(site, block, budget_s)
+            error, silenced = self._error(site, block, budget_s)
             times = {m: self._time(shape, block) for m, shape in shapes.items()}
         except Exception as failure:  # any library's any error: the reason is the result
             require_device(BLOCK_KERNEL, self._device, told(failure))
             return (BlockCandidate(BLOCK_KERNEL, site.norm, site.activation, why_not=told(failure)),)
-        return (_candidate(site, error, times),)
+        return (_candidate(site, error, silenced, times),)
 
     def _why_not(self, block: FusedBlock, shapes: Mapping[int, BlockShape]) -> str | None:
         failures = (self._failed[shape] for shape in shapes.values() if shape in self._failed)
         return next(failures, None) or self._left_out or block.why_reference
 
-    def _error(self, site: SiteRecord, block: FusedBlock, budget_s: float) -> dict[Role, OptionError]:
+    def _error(self, site: SiteRecord, block: FusedBlock, budget_s: float) -> tuple[dict[Role, OptionError], float]:
+        """Of every role, and the most of the features that backward's casts silence."""
         errors = {role: OptionError() for role in site.roles}
-        exact = _Exact(block)
+        exact, silenced = _Exact(block), 0.0
         samples = draw_tensors(site, 1, self._dtype, self._device)
         for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
             with autocast_for(block, torch_dtype(self._dtype)):
@@ -72,9 +73,11 @@ class Blocks:
             expected = exact.outputs(tensors.x, tensors.dy)
             if index < LOST_SAMPLES:
                 errors[Role.FPROP].add_lost(*_lost(tensors.x, block.weight.detach()))
+                if tensors.dy is not None:
+                    silenced = max(silenced, exact.silenced_backward(tensors.x, tensors.dy))
             for role, error in errors.items():
                 error.samples.add(measure_error(got[role], expected[role], role))
-        return errors
+        return errors, silenced
 
     def _time(self, shape: BlockShape, block: FusedBlock) -> dict[str, float]:
         if shape not in self._times:
@@ -104,6 +107,14 @@ class _Exact:
         outputs = _outputs(lambda x: self._behind(F.linear(x, self._weight_NK) + moved_MN), self._weight_NK, x_MK, dy_MN)
         return outputs | {Role.FPROP: self._behind(F.linear(x_MK, self._weight_NK)).detach()}
 
+    def silenced_backward(self, x_MK: Tensor, dy_MN: Tensor) -> float:
+        """The share of features that next to nothing is left of where all values have one scale: of dz, as wgrad reads it, or
+        of w, in either order, as dgrad does."""
+        z_MN = F.linear(x_MK.double(), self._weight_NK).detach().requires_grad_()
+        (dz_MN,) = torch.autograd.grad(self._behind(z_MN), z_MN, dy_MN.double())
+        weight_NK = self._weight_NK.detach()
+        return max(_silenced(tensor).item() for tensor in (dz_MN, weight_NK, weight_NK.t()))
+
     def _behind(self, product_MN: Tensor) -> Tensor:
         z_MN = product_MN if self._bias_N is None else product_MN + self._bias_N
         return block_epilogue(z_MN, self._block.norm, self._block.activation)
@@ -112,6 +123,11 @@ class _Exact:
 def _cast(tensor: Tensor) -> Tensor:
     """As a block reads its input and its weight: e4m3, a scale a row."""
     return dequantize(quantize(tensor, Format.E4M3, Scaling.ROWWISE), torch.float64)
+
+
+def _silenced(tensor: Tensor) -> Tensor:
+    tensor = tensor.float()
+    return silenced_share(tensor, quantize(tensor, Format.E4M3, Scaling.TENSORWISE))
 
 
 def _lost(x_MK: Tensor, weight_NK: Tensor) -> tuple[float, float, float]:
@@ -147,7 +163,9 @@ def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, d
     return {Role.FPROP: y_MN.detach(), Role.DGRAD: dx_MK, Role.WGRAD: dw_NK}
 
 
-def _candidate(site: SiteRecord, errors: dict[Role, OptionError], times: dict[int, dict[str, float]]) -> BlockCandidate:
+def _candidate(
+    site: SiteRecord, errors: dict[Role, OptionError], silenced_backward: float, times: dict[int, dict[str, float]]
+) -> BlockCandidate:
     """Its times leave out the cast of the input, which a block in front may make needless."""
 
     def of(name: str, without: str | None = None) -> Times:
@@ -160,6 +178,7 @@ def _candidate(site: SiteRecord, errors: dict[Role, OptionError], times: dict[in
         error={role: error.estimates() for role, error in errors.items()},
         flushed=errors[Role.FPROP].flushed,
         silenced=errors[Role.FPROP].silenced,
+        silenced_backward=silenced_backward,
         input_cast_us=of("input_cast"),
         training_cast_us=of("training_cast"),
         forward_us=of("forward", without="input_cast"),

@@ -124,7 +124,7 @@ def fused_in_chain(inputs: BlockInputs) -> Way:
         w = block.tensors()
         forward = forward_block(spec, x, w.codes_NK, w.scale_N, None, codes=True, transposed=True, saved=True)
         gradients = backward_block(
-            spec, inputs.dy_MN, forward.saved, x.factor, w.codes_KN, w.scale,
+            spec, inputs.dy_MN, forward.saved, x.factor, w.codes_KN, w.scale_KN,
             needs=GradientNeeds(x=True, weight=True, bias=False), x_dtype=DTYPE, weight_dtype=DTYPE,
         )  # fmt: skip
         block.recast_after_step()

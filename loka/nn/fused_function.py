@@ -33,7 +33,7 @@ class BlockTensors(NamedTuple):
     codes_NK: Tensor
     scale_N: Tensor
     codes_KN: Tensor
-    scale: Tensor  # of all of them
+    scale_KN: Tensor  # one for all
 
 
 class ServedTensors(NamedTuple):
@@ -115,7 +115,7 @@ class _Chain(torch.autograd.Function):
         outputs, saved, saved_norm = _forward(spec, x_MK, tensors, out_dtype, needs)
         ctx.spec, ctx.needs, ctx.out_dtype, ctx.x_dtype = spec, needs, out_dtype, x_MK.dtype
         ctx.dtypes = tuple((t.weight_NK.dtype, None if t.bias_N is None else t.bias_N.dtype) for t in tensors)
-        per_block = [(*block, t.codes_KN, t.scale) for block, t in zip(saved, tensors, strict=True)]
+        per_block = [(*block, t.codes_KN, t.scale_KN) for block, t in zip(saved, tensors, strict=True)]
         ctx.save_for_backward(*(tensor for block in per_block for tensor in block), *(saved_norm or ()))
         return tuple(as_output(output) for output in outputs)
 
@@ -131,11 +131,11 @@ class _Chain(torch.autograd.Function):
         for index in reversed(range(len(spec.blocks))):
             if not needs.in_front_of(index + 1):
                 break
-            *saved, codes_KN, scale = tensors[index * size : (index + 1) * size]
+            *saved, codes_KN, scale_KN = tensors[index * size : (index + 1) * size]
             weight_dtype, bias_dtype = ctx.dtypes[index]
             gradients = backward_block(
                 spec.blocks[index], _sum(dy_MN, from_outputs.get(index)), SavedBlock(*saved), spec.input_factor(index),
-                codes_KN, scale,
+                codes_KN, scale_KN,
                 needs=needs.of(index), x_dtype=ctx.x_dtype if index == 0 else ctx.out_dtype, weight_dtype=weight_dtype,
             )  # fmt: skip
             db_N = None if gradients.bias_N is None else gradients.bias_N.to(bias_dtype)

@@ -22,7 +22,7 @@ from loka.kernels.triton.gradient import GradientCodes, block_gradient, norm_gra
 from loka.kernels.triton.tiles import NormBlocks, ceil_div, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
 
-FEWEST_TILES = 96  # of 128×128, for which cuBLAS sums a batch faster than we do: on an H200, of 132 multiprocessors
+FEWEST_CUBLAS_TILES = 96  # of 128×128, for which cuBLAS sums a batch faster than we do: on an H200, of 132 multiprocessors
 
 
 class WeightCodes(NamedTuple):
@@ -31,7 +31,7 @@ class WeightCodes(NamedTuple):
     codes_NK: Tensor
     scale_N: Tensor
     codes_KN: Tensor
-    scale: Tensor
+    scale_KN: Tensor
 
 
 class InputCodes(NamedTuple):
@@ -141,11 +141,11 @@ def forward_block(
 
 
 def backward_block(
-    spec: BlockSpec, dy_MN: Tensor, saved: SavedBlock, x_factor: float, codes_KN: Tensor, scale: Tensor,
+    spec: BlockSpec, dy_MN: Tensor, saved: SavedBlock, x_factor: float, codes_KN: Tensor, scale_KN: Tensor,
     *, needs: GradientNeeds, x_dtype: torch.dtype, weight_dtype: torch.dtype,
 ) -> Gradients:  # fmt: skip
-    """The gradients asked for; the bias's is float32. ``x_factor`` is the constant part of the input's scale, ``scale`` that of
-    all of the weight's transposed codes."""
+    """The gradients asked for; the bias's is float32. ``x_factor`` is the constant part of the input's scale, ``scale_KN`` the
+    scale of all of the weight's transposed codes."""
     (m, n), k = dy_MN.shape, spec.in_features
     dz = block_gradient(
         dy_MN, saved.u_MN, saved.rstd_BM, spec.blocks, spec.activation,
@@ -155,7 +155,7 @@ def backward_block(
     if needs.weight:
         dw_NK = _weight_gradient(dz, saved, (n, k, m), weight_dtype)
     if needs.x:
-        dx_MK = _product(dz.codes_MN, dz.scale_M, codes_KN, scale, (m, k, n), x_dtype, promoted=is_promoted(n))
+        dx_MK = _product(dz.codes_MN, dz.scale_M, codes_KN, scale_KN, (m, k, n), x_dtype, promoted=is_promoted(n))
     return Gradients(dx_MK, dw_NK, dz.bias_N if needs.bias else None)
 
 
@@ -167,7 +167,7 @@ def _weight_gradient(dz: GradientCodes, saved: SavedBlock, sizes: tuple[int, int
     """
     n, k, m = sizes
     dz_scale, x_scale = dz.wgrad_scales[:, :1]
-    idle = saved.x_scale_K is not None and ceil_div(n, 128) * ceil_div(k, 128) < FEWEST_TILES
+    idle = saved.x_scale_K is not None and ceil_div(n, 128) * ceil_div(k, 128) < FEWEST_CUBLAS_TILES
     if idle or not _is_for_cublas(dz.codes_NM, k, m):
         return gemm(dz.codes_NM, saved.x_codes_KM, dz_scale, saved.x_scale_K, n, k, m, out_dtype=dtype, promoted=True)
     if saved.x_scale_K is not None:

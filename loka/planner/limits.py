@@ -40,10 +40,13 @@ class Limits:
         return None
 
 
-def why_deaf(candidate: Candidate | BlockCandidate) -> str | None:
+def why_deaf(candidate: Candidate | BlockCandidate, goal: Goal) -> str | None:
     """Why casts lose too much to be used, whatever the error of the output is."""
     if candidate.silenced > MAX_SILENCED:
         return f"its cast of x flushes {candidate.silenced:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
+    if isinstance(candidate, BlockCandidate) and goal is Goal.TRAINING and candidate.silenced_backward > MAX_SILENCED:
+        lost = f"{candidate.silenced_backward:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
+        return f"its casts of the gradient or of the transposed weight flush {lost}"
     if _keeps_rows_apart_in_fp8(candidate) and candidate.flushed > MAX_FLUSHED:
         return f"its casts flush {candidate.flushed:.0%} of the values to zero, over {MAX_FLUSHED:.0%}"
     return None

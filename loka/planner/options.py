@@ -55,7 +55,7 @@ def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list
         if candidate.role not in ROLES[costs.goal] or candidate.kernel == costs.site.baseline:
             continue
         why = candidate.why_not or limits.why_not(candidate.role, candidate.error)
-        why = why or why_deaf(candidate) or why_biased(candidate) or costs.why_not_timed(candidate)
+        why = why or why_deaf(candidate, limits.goal) or why_biased(candidate) or costs.why_not_timed(candidate)
         if candidate.role not in qualified:
             why = why or f"{costs.site.baseline} was not timed at {candidate.role}, so there is nothing to compare with"
         if why:
@@ -126,7 +126,7 @@ def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], 
     for block in site.blocks:
         option = _block_option(site, block, limits.goal)
         errors = (limits.why_not(role, block.error.get(role, {})) for role in _roles_of(block, limits.goal))
-        why = block.why_not or next((error for error in errors if error), None) or why_deaf(block)
+        why = block.why_not or next((error for error in errors if error), None) or why_deaf(block, limits.goal)
         if option is None or why:
             refused.append(Refusal(block.kernel, why or "was not timed here"))
         else:

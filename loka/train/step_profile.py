@@ -53,8 +53,8 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "amax_kernel": Kind.CAST,
     "cast_kernel": Kind.CAST,
     "remember_kernel": Kind.CAST,
-    "share_scales_kernel": Kind.CAST,
     "rowwise_kernel": Kind.CAST,
+    "share_scales_kernel": Kind.CAST,
     "add_splits_kernel": Kind.GEMM,
     "block_forward_kernel": Kind.GEMM,  # norm, activation and cast are its epilogue
     "gemm_kernel": Kind.GEMM,

@@ -137,22 +137,31 @@ def _cpu_multiplies_with_row_scales() -> bool:
 
 
 @pytest.mark.skipif(not _cpu_multiplies_with_row_scales(), reason="torch 2.11 has no row scales on the CPU")
+@pytest.mark.parametrize("entry", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_long_contractions_go_through_cublas(emulated: torch.device, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if they began at 32: products of both directions, the norm's pass behind forward's, and none where there is a bias."""
+def test_long_contractions_go_through_cublas(
+    emulated: torch.device, bias: bool, entry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if they began at 32: products of both directions, the norm's pass behind forward's, and none where there is a bias.
+    wgrad reads an input with one scale for all behind a norm, else with one a row; all are summed in full."""
     monkeypatch.setattr("loka.nn.fused_steps.is_promoted", lambda contraction: contraction >= 32)
     monkeypatch.setattr("loka.nn.fused_steps._has_cublas", lambda codes: True)
-    multiply, shapes = torch._scaled_mm, []
-    monkeypatch.setattr(
-        torch,
-        "_scaled_mm",
-        lambda a, b, *args, **options: shapes.append((*a.shape, b.shape[1])) or multiply(a, b, *args, **options),
-    )
+    monkeypatch.setattr("loka.nn.fused_steps.FEWEST_CUBLAS_TILES", 0)
+    multiply, shapes, scales = torch._scaled_mm, [], []
+
+    def noted(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *, use_fast_accum: bool, **options: Any) -> Tensor:
+        assert not use_fast_accum
+        shapes.append((*a.shape, b.shape[1]))
+        scales.append((a_scale.numel(), b_scale.numel()))
+        return multiply(a, b, a_scale, b_scale, use_fast_accum=use_fast_accum, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noted)
     torch.manual_seed(0)
     blocks = [make_block(64, 288, bias=bias), make_block(288, 96, bias=bias, activation="relu")]
-    check(FusedChain(blocks, entry=loka.BlockNorm(64)), 128, emulated)
+    check(FusedChain(blocks, entry=loka.BlockNorm(64) if entry else None), 128, emulated)
     forward = [] if bias else [(128, 64, 288), (128, 288, 96)]
     assert shapes == [*forward, (96, 128, 288), (128, 96, 288), (288, 128, 64), (128, 288, 64)]
+    assert scales[-4::2] == [(1, 1), (1, 1) if entry else (288, 64)]  # wgrad's
 
 
 @pytest.mark.gpu
@@ -277,6 +286,7 @@ BREAKS = {
     "scale of the input": ("block_forward", _changed(arg2=lambda factor: factor * 1.5)),
     "scale of the weight": ("block_forward", _changed(arg4=lambda scale_N: scale_N.mean().expand_as(scale_N).contiguous())),
     "scale in wgrad": ("backward_block", _changed(arg3=lambda factor: factor * 1.2)),
+    "scale of the transposed weight": ("backward_block", _changed(arg5=lambda scale: 1.2 * scale)),
     "transposed weight": ("backward_block", _changed(arg4=lambda codes_KN: _rolled(codes_KN))),
     "transposed input": ("_handed_on", _changed(result=lambda x: x._replace(codes_KM=_rolled(x.codes_KM)))),
     "rows of the batch": ("_handed_on", _changed(result=lambda x: x._replace(codes_MK=_rolled(x.codes_MK)))),

@@ -178,7 +178,7 @@ class TestWeightCasts:
             value = codes[:, : weight.shape[1]].float() * scale
             return bool(((value - weight).abs() <= weight.abs() / 15 + scale * 2.0**-9).all())
 
-        return holds(held.codes_NK, held.scale_N, weight_NK) and holds(held.codes_KN, held.scale, weight_NK.t())
+        return holds(held.codes_NK, held.scale_N, weight_NK) and holds(held.codes_KN, held.scale_KN, weight_NK.t())
 
     def test_optimizers_and_refresh(self, fused_on: torch.device) -> None:
         block = make_block().to(fused_on)

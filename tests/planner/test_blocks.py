@@ -129,7 +129,12 @@ def test_a_kernel_of_the_site_that_saves_more_wins_over_its_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "why"), [({"flushed": 0.03}, "flush 3% of the values"), ({"silenced": 0.1}, "10% of the feat")]
+    ("lost", "why"),
+    [
+        ({"flushed": 0.03}, "flush 3% of the values"),
+        ({"silenced": 0.1}, "10% of the feat"),
+        ({"silenced_backward": 0.1}, "of the gradient or of the transposed weight flush 10% of the features"),
+    ],
 )
 def test_a_block_whose_casts_lose_too_much_is_refused(lost: dict[str, float], why: str) -> None:
     (planned,) = loka.make_plan(survey(one("a", 100.0, block(20.0, 150.0, **lost)))).sites
@@ -137,6 +142,11 @@ def test_a_block_whose_casts_lose_too_much_is_refused(lost: dict[str, float], wh
     assert why in next(refusal.reason for refusal in planned.refused if refusal.kernel == "triton.block")
     (planned,) = loka.make_plan(survey(one("a", 100.0, block(20.0, 150.0, flushed=0.01, silenced=0.04)))).sites
     assert planned.block is not None
+
+
+def test_what_backward_loses_is_nothing_to_serving() -> None:
+    deaf = one("a", 100.0, block(20.0, 150.0, silenced_backward=0.5))
+    assert loka.make_plan(survey(deaf), goal=Goal.SERVING).sites[0].block is not None
 
 
 def test_a_block_that_cannot_run_says_why() -> None:

@@ -19,10 +19,10 @@ from loka.kernels.triton.casts import (
     SCALINGS,
     WIDEST_ROW,
     Target,
-    amax_sizes,
     cast_int8_rows,
     cast_matrix,
     remember_amax,
+    remembered,
     rewriting,
 )
 from loka.kernels.triton.gemm import gemm
@@ -140,7 +140,7 @@ class TritonCaster:
     def rewriting(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> Callable[[], None]:
         pairs = _pairs(tuple(operands))
         targets = [_targets(tensor, pair) for pair in pairs]
-        shares = memory.split([sum(amax_sizes(tensor, *both)) for both in targets], dim=1)
+        shares = memory.split([remembered(tensor, *both) for both in targets], dim=1)
         rewrites = []
         for pair, both, share in zip(pairs, targets, shares, strict=True):
             plain, trans = (_held(tensor, None if form is None else operands[form]) for form in pair)

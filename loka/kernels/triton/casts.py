@@ -141,17 +141,24 @@ def write_codes(
 
 def _row_by_row(plain: Target, trans: Target, cols: int) -> bool:
     """Whether row scales of the matrix as it is are written by themselves, whole rows in a program, beside a transposed form
-    that needs no amaxes, or the largest of those rows: together they would need a pass for amaxes, and on an H200 took 1.3 to
-    1.7 times as long on average."""
+    that needs no amaxes, or the largest of those rows: together they would need a pass for amaxes. On an H200 such a pair took
+    1.3 to 1.7 times as long on average, of static and tile scales."""
     return plain.scaling == "rowwise" and trans.scaling in (*_IN_ONE_READ, Scaling.TENSORWISE) and cols <= WIDEST_ROW
 
 
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
     """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, zeros to see others, and
     room for what outgrew them."""
+    if remembered(x, plain, trans) == 0:
+        return x.new_empty((3, 0), dtype=torch.int32)
     amax = torch.cat(_amaxes(x, plain, trans)).view(torch.float32)
     last = torch.where(amax.isfinite(), (2 * amax).clamp(max=3e38), amax).view(torch.int32)
     return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
+
+
+def remembered(x: Tensor, plain: Target, trans: Target) -> int:
+    """How many amaxes ``remember_amax`` keeps: none where row scales are written by themselves."""
+    return 0 if _row_by_row(plain, trans, x.shape[1]) else sum(amax_sizes(x, plain, trans))
 
 
 def rewriting(
@@ -180,12 +187,12 @@ def rewriting(
 def rewrite_codes(
     x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor | None = None
 ) -> None:
-    """``write_codes`` in one read, for a matrix that changes little from one call to the next, as a weight in training.
+    """``write_codes`` for a matrix that changes little from one call to the next, as a weight in training.
 
-    Where that would take two, scales are from amaxes twice as large as they were at the call before: codes of a floating format
-    lose nothing by it but the last binade below. Where an amax has more than doubled, or is a small part of what it was, all is
-    written once more by its own. Row scales of both layouts are written apart, which is faster still. Without
-    ``memory``, which ``remember_amax`` makes, this is ``write_codes``.
+    Where scales need amaxes that no program sees, it saves the pass for them: they are from amaxes twice as large as they were
+    at the call before. Codes of a floating format lose nothing by it but the last binade below. Where an amax has more than
+    doubled, or is a small part of what it was, all is written once more by its own. Row scales of both layouts are written
+    apart, which is faster still. Without ``memory``, which ``remember_amax`` makes, this is ``write_codes``.
     """
     from loka.kernels.triton import cast_kernels as kernels
 
@@ -196,7 +203,7 @@ def rewrite_codes(
         _tell_autograd(codes)
         return
     if plain.scaling == trans.scaling == "rowwise" and cols <= WIDEST_ROW:  # together, 1.2 times as long on an H200
-        _launch_rowwise(x, plain, codes)
+        _launch_rowwise(x, plain, codes, memory[0, :0])
         _tell_autograd(codes[:2])
         rewrite_codes(x, Target.none(), trans, (*Target.none().empty(x), *codes[2:]), memory[:, rows:])
         return
@@ -217,9 +224,7 @@ def _tell_autograd(codes: tuple[Tensor, ...]) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _launch_rowwise(
-    x: Tensor, plain: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], noted: Tensor | None = None
-) -> None:
+def _launch_rowwise(x: Tensor, plain: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], noted: Tensor) -> None:
     """Each row, which fits a program, by its own amax, which is ``noted`` where there is room."""
     from loka.kernels.triton import cast_kernels as kernels
 
@@ -227,7 +232,7 @@ def _launch_rowwise(
     launch(
         kernels.rowwise_kernel, (-(-plain.outer // step), 1, 1),
         x, codes[0], codes[1], noted, rows, cols, x.stride(0), plain.outer, plain.contraction,
-        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), NOTED=noted is not None and noted.numel() > 0,
+        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), NOTED=noted.numel() > 0,
         num_warps=8 if plain.contraction > 1024 else 4,
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """What all of our kernels do to 8-bit values, as device functions: magnitudes, scales, and rounding to e4m3 or int8.
 
-The rules are those of ``loka.numerics.scaling``: an amax of 0 gives a scale of 1, one that is not finite a scale of NaN.
+The rules are those of ``loka.numerics.scaling``: an amax of 0 gives a scale of 1, one that is not finite a scale of NaN. But a
+power of two for 0 is FP32's smallest normal number: others may share the largest scale among theirs.
 """
 
 import triton

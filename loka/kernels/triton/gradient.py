@@ -189,7 +189,8 @@ def _share_scales(
     launch(
         kernels.share_scales_kernel, (ceil_div(grid.rows, tile_rows) * columns.count * parts, 1, 1),
         made.codes, codes_t.view(torch.int32) if transposed else codes_t, made.scales, made.largest, scale, wgrad_scales,
-        grid.rows, grid.cols, padded_size(grid.cols, 16), padded_size(grid.rows, 16), columns.count, grid.programs, x_factor,
+        grid.rows, grid.cols, padded_size(grid.cols, 16), padded_size(grid.rows, 16), wgrad_scales.stride(0), columns.count,
+        grid.programs, x_factor,
         NORM=norm, WIDTH=columns.width, WIDER=columns.wider, ROWS=tile_rows, COLS=tile_cols, PARTS=parts,
         BLOCKS=power_of_two(columns.count), AT_ONCE=LARGEST_AT_ONCE,
         PLAIN=scale.numel() > 0, TRANS=transposed, num_warps=4,

@@ -25,8 +25,6 @@ from loka.kernels.triton.codes import (
     wait_for_kernels_before,
 )
 
-SCALES_APART = tl.constexpr(4)  # cuBLAS reads a scale from where 16 bytes begin
-
 
 @triton.jit
 def _slope(u, ACTIVATION: tl.constexpr):
@@ -65,7 +63,7 @@ def _load_dz(
 
 @triton.jit
 def _store_codes(value_MN, index_M, index_N, inside_N, block, m, codes_ptr, codes_stride, scale_ptr):
-    """Codes of the rows of one block with a scale each, which is returned."""
+    """Codes of the rows of one block with a scale each, which is returned. Eight codes at a time, as they were loaded."""
     scale_M = power_scale_of(tl.max(magnitude(value_MN), axis=1))
     codes_MN = to_e4m3(value_MN * inverse_of_power(scale_M)[:, None])
     place = codes_ptr + index_M.to(tl.int64)[:, None] * (codes_stride // 8 * 8) + index_N[None, :]
@@ -122,7 +120,7 @@ def _row_scales(scale_ptr, row_Q, m, blocks, BLOCKS: tl.constexpr):
 @triton.jit(do_not_specialize=["programs"])
 def share_scales_kernel(
     codes_ptr, trans_words_ptr, scale_ptr, largest_ptr, row_scale_ptr, wgrad_scales_ptr,
-    m, n, codes_stride, trans_stride, blocks, programs, x_factor,
+    m, n, codes_stride, trans_stride, scales_stride, blocks, programs, x_factor,
     NORM: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
     BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +155,7 @@ def share_scales_kernel(
         tl.store(trans_words_ptr + index_N.to(tl.int64)[:, None] * words + quad[None, :], tl.trans(words_QN), mask=stored)
         if tl.program_id(0) == 0:
             tl.store(wgrad_scales_ptr, largest.to(tl.float32, bitcast=True) * x_factor)
-            tl.store(wgrad_scales_ptr + SCALES_APART, 1.0)
+            tl.store(wgrad_scales_ptr + scales_stride, 1.0)
     if PLAIN:
         for j in tl.static_range(4):
             row = 4 * quad + j

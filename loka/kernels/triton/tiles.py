@@ -182,4 +182,4 @@ def gradient_cols(n: int, blocks: NormBlocks | None) -> int:
 
 def gradient_steps(m: int, columns: Columns) -> int:
     """How many tiles of rows a program goes down: one, unless there would be too many programs."""
-    return ceil_div(ceil_div(m, GRADIENT_ROWS) * columns.count, MOST_GRADIENT_PROGRAMS)
+    return max(1, ceil_div(ceil_div(m, GRADIENT_ROWS) * columns.count, MOST_GRADIENT_PROGRAMS))

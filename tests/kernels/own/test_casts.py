@@ -213,7 +213,7 @@ class TestRewriting:
         assert all(tensor._version > version for tensor, version in zip(codes, before, strict=True))
 
     @pytest.mark.parametrize("kinds", BY_THEIR_OWN, ids="-".join)
-    def test_what_takes_one_read_anyway_is_cast_as_ever(self, where: torch.device, kinds: tuple[str, str]) -> None:
+    def test_what_needs_no_memory_is_cast_as_ever(self, where: torch.device, kinds: tuple[str, str]) -> None:
         x = hostile(40, 150, torch.float32, 0).to(where)
         targets = target(kinds[0], 40, 150), target(kinds[1], 150, 40)
         codes, memory = cast_matrix(3 * x, *targets), remember_amax(3 * x, *targets)
@@ -221,7 +221,7 @@ class TestRewriting:
         for got, expected in zip(codes, cast_matrix(x, *targets), strict=True):
             assert torch.equal(got.float(), expected.float())
 
-    def test_nothing_is_remembered_where_there_is_no_room_for_it(self, where: torch.device) -> None:
+    def test_without_a_memory_all_is_cast_as_ever(self, where: torch.device) -> None:
         """Rows too long for a program, as of a wide weight."""
         x = torch.randn(4, casts.WIDEST_ROW + 100, generator=torch.Generator().manual_seed(0)).to(where)
         targets = target("rowwise", *x.shape), target("tensorwise", x.shape[1], 4)

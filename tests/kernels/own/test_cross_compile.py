@@ -139,7 +139,7 @@ def shared_case(n: int, *, norm: bool = True) -> dict[str, Any]:
     arguments = {
         "codes_ptr": FP8, "trans_words_ptr": INT32, "scale_ptr": INT32, "largest_ptr": INT32, "row_scale_ptr": FP32,
         "wgrad_scales_ptr": FP32, "x_factor": "fp32",
-        **integers("m", "n", "codes_stride", "trans_stride", "blocks", "programs"),
+        **integers("m", "n", "codes_stride", "trans_stride", "scales_stride", "blocks", "programs"),
     }  # fmt: skip
     constants = {"NORM": norm, "WIDTH": columns.width, "WIDER": columns.wider, "ROWS": tile_rows, "COLS": min(tile_cols, cols),
                  "PARTS": -(-cols // tile_cols), "BLOCKS": power_of_two(columns.count), "AT_ONCE": LARGEST_AT_ONCE,
