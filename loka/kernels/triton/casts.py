@@ -146,6 +146,11 @@ def _row_by_row(plain: Target, trans: Target, cols: int) -> bool:
     return plain.scaling == "rowwise" and trans.scaling in (*_IN_ONE_READ, Scaling.TENSORWISE) and cols <= WIDEST_ROW
 
 
+def _needs_no_amaxes(plain: Target, trans: Target, cols: int) -> bool:
+    """Whether ``write_codes`` finds all scales on its way, without a pass for amaxes."""
+    return reads(plain.scaling, trans.scaling, cols) == 1 or _row_by_row(plain, trans, cols)
+
+
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
     """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, zeros to see others, and
     room for what outgrew them."""
@@ -175,9 +180,9 @@ def rewriting(
             for again in launches:
                 again()
             _tell_autograd(codes)
-        elif x.stride(1) == 1:
+        elif x.stride(1) == 1 and (memory is not None or _needs_no_amaxes(plain, trans, x.shape[1])):
             launches = recorded(lambda: rewrite_codes(x, plain, trans, codes, memory))
-        else:  # its copy would be launched again with the values of the first time
+        else:  # launches alone would copy no matrix, and set no amaxes back to 0
             rewrite_codes(x, plain, trans, codes, memory)
 
     return partial(run, x)
@@ -198,7 +203,7 @@ def rewrite_codes(
 
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = x.shape
-    if memory is None or reads(plain.scaling, trans.scaling, cols) == 1 or _row_by_row(plain, trans, cols):
+    if memory is None or _needs_no_amaxes(plain, trans, cols):
         write_codes(x, plain, trans, codes)
         _tell_autograd(codes)
         return
