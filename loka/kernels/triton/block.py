@@ -186,6 +186,7 @@ def _(
 
 
 def norm_blocks(n: int, block: int | None) -> NormBlocks | None:
+    """The norm's blocks as an op is told of them: by their size, None where there is no norm."""
     return None if block is None else NormBlocks(n, block)
 
 
