@@ -27,7 +27,7 @@ from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import torch_dtype
-from loka.numerics.metrics import flushed_share, measure_error, saturated_share, silenced_share
+from loka.numerics.metrics import flushed_share, measure_error, misread_share, saturated_share, silenced_share
 from loka.numerics.scaling import dequantize, quantize
 
 
@@ -51,21 +51,21 @@ class Blocks:
             if reason := block if isinstance(block, str) else self._why_not(block, shapes):
                 return (BlockCandidate(BLOCK_KERNEL, site.norm, site.activation, why_not=reason),)
             assert isinstance(block, FusedBlock)
-            error, silenced = self._error(site, block, budget_s)
+            error, misread = self._error(site, block, budget_s)
             times = {m: self._time(shape, block) for m, shape in shapes.items()}
         except Exception as failure:  # any library's any error: the reason is the result
             require_device(BLOCK_KERNEL, self._device, told(failure))
             return (BlockCandidate(BLOCK_KERNEL, site.norm, site.activation, why_not=told(failure)),)
-        return (_candidate(site, error, silenced, times),)
+        return (_candidate(site, error, misread, times),)
 
     def _why_not(self, block: FusedBlock, shapes: Mapping[int, BlockShape]) -> str | None:
         failures = (self._failed[shape] for shape in shapes.values() if shape in self._failed)
         return next(failures, None) or self._left_out or block.why_reference
 
     def _error(self, site: SiteRecord, block: FusedBlock, budget_s: float) -> tuple[dict[Role, OptionError], float]:
-        """Of every role, and the most of the features that backward's casts silence."""
+        """Of every role, and the largest share of features that backward's casts misread."""
         errors = {role: OptionError() for role in site.roles}
-        exact, silenced = _Exact(block), 0.0
+        exact, misread = _Exact(block), 0.0
         samples = draw_tensors(site, 1, self._dtype, self._device)
         for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
             with autocast_for(block, torch_dtype(self._dtype)):
@@ -74,10 +74,10 @@ class Blocks:
             if index < LOST_SAMPLES:
                 errors[Role.FPROP].add_lost(*_lost(tensors.x, block.weight.detach()))
                 if tensors.dy is not None:
-                    silenced = max(silenced, exact.silenced_backward(tensors.x, tensors.dy))
+                    misread = max(misread, exact.misread_backward(tensors.x, tensors.dy))
             for role, error in errors.items():
                 error.samples.add(measure_error(got[role], expected[role], role))
-        return errors, silenced
+        return errors, misread
 
     def _time(self, shape: BlockShape, block: FusedBlock) -> dict[str, float]:
         if shape not in self._times:
@@ -107,13 +107,13 @@ class _Exact:
         outputs = _outputs(lambda x: self._behind(F.linear(x, self._weight_NK) + moved_MN), self._weight_NK, x_MK, dy_MN)
         return outputs | {Role.FPROP: self._behind(F.linear(x_MK, self._weight_NK)).detach()}
 
-    def silenced_backward(self, x_MK: Tensor, dy_MN: Tensor) -> float:
-        """The share of features that next to nothing is left of where all values have one scale: of dz, as wgrad reads it, or
-        of w, in either order, as dgrad does."""
+    def misread_backward(self, x_MK: Tensor, dy_MN: Tensor) -> float:
+        """The share of features that a cast with one scale for all values distorts: of dz, as wgrad reads it, or of w, in
+        either order, as dgrad does."""
         z_MN = F.linear(x_MK.double(), self._weight_NK).detach().requires_grad_()
         (dz_MN,) = torch.autograd.grad(self._behind(z_MN), z_MN, dy_MN.double())
         weight_NK = self._weight_NK.detach()
-        return max(_silenced(tensor).item() for tensor in (dz_MN, weight_NK, weight_NK.t()))
+        return max(_misread(tensor).item() for tensor in (dz_MN, weight_NK, weight_NK.t()))
 
     def _behind(self, product_MN: Tensor) -> Tensor:
         z_MN = product_MN if self._bias_N is None else product_MN + self._bias_N
@@ -125,9 +125,9 @@ def _cast(tensor: Tensor) -> Tensor:
     return dequantize(quantize(tensor, Format.E4M3, Scaling.ROWWISE), torch.float64)
 
 
-def _silenced(tensor: Tensor) -> Tensor:
+def _misread(tensor: Tensor) -> Tensor:
     tensor = tensor.float()
-    return silenced_share(tensor, quantize(tensor, Format.E4M3, Scaling.TENSORWISE))
+    return misread_share(tensor, quantize(tensor, Format.E4M3, Scaling.TENSORWISE))
 
 
 def _lost(x_MK: Tensor, weight_NK: Tensor) -> tuple[float, float, float]:
@@ -164,7 +164,7 @@ def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, d
 
 
 def _candidate(
-    site: SiteRecord, errors: dict[Role, OptionError], silenced_backward: float, times: dict[int, dict[str, float]]
+    site: SiteRecord, errors: dict[Role, OptionError], misread_backward: float, times: dict[int, dict[str, float]]
 ) -> BlockCandidate:
     """Its times leave out the cast of the input, which a block in front may make needless."""
 
@@ -178,7 +178,7 @@ def _candidate(
         error={role: error.estimates() for role, error in errors.items()},
         flushed=errors[Role.FPROP].flushed,
         silenced=errors[Role.FPROP].silenced,
-        silenced_backward=silenced_backward,
+        misread_backward=misread_backward,
         input_cast_us=of("input_cast"),
         training_cast_us=of("training_cast"),
         forward_us=of("forward", without="input_cast"),

@@ -14,12 +14,13 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.numerics.confidence import estimate_mean
 from loka.numerics.formats import decode, info
-from loka.numerics.scaling import Quantized, expand_scale
+from loka.numerics.scaling import Quantized, dequantize, expand_scale
 
 # Each example counts, in its own output and in the gradient it sends on: floors by row. There an rms of all would let the few
 # rows of large gradients, the clicks, hide that those of all others are gone. Adam weighs each weight by itself: by column.
 FLOOR_AXIS = {Role.FPROP: 1, Role.DGRAD: 1, Role.WGRAD: 0}
 SILENCED = 0.9  # of a feature's values flushed, and it is as good as gone
+MISREAD = 0.5  # of a feature's norm: a cast farther off than this is another feature
 FLOOR = 0.1  # of rms(ref): below it a reference is too near zero for its relative error to say anything
 
 
@@ -64,6 +65,18 @@ def silenced_share(x: Tensor, q: Quantized) -> Tensor:
     present_K = nonzero.sum(0, dtype=torch.float64)
     silenced_K = (present_K > 0) & (flushed_K > SILENCED * present_K)
     return silenced_K.sum(dtype=torch.float64) / (present_K > 0).sum().clamp(min=1)
+
+
+def misread_share(x: Tensor, q: Quantized) -> Tensor:
+    """The share of features (columns of ``x``) whose cast is off by more than half their norm.
+
+    For a sum over rows: there a feature is what its large values say, and it may lose all the small ones.
+    """
+    x = x.to(torch.float64)
+    off_K = (dequantize(q, torch.float64) - x).square().sum(0)
+    norm_K = x.square().sum(0)
+    misread_K = off_K > MISREAD**2 * norm_K
+    return misread_K.sum(dtype=torch.float64) / (norm_K > 0).sum().clamp(min=1)
 
 
 def saturated_share(x: Tensor, q: Quantized) -> Tensor:

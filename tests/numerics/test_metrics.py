@@ -16,6 +16,7 @@ from loka.numerics.metrics import (
     measure_error,
     mere,
     mere_floored,
+    misread_share,
     relative_rms,
     saturated_share,
     silenced_share,
@@ -105,6 +106,17 @@ def test_silenced_features_are_those_of_which_next_to_nothing_is_left():
     assert float(silenced_share(x, quantize(x, Format.E4M3, Scaling.COLWISE))) == 0
 
 
+def test_misread_features_are_those_whose_cast_is_off_by_half_their_norm():
+    x = torch.ones(20, 5)
+    x[:, 1] = 1e-6  # flushed everywhere beside a 1
+    x[1:, 2] = 1e-6  # flushed but for one, which is all of its norm
+    x[:, 3] = 0  # never there
+    x[:, 4] = 0.6 * 2.0**-9 / 448  # of e4m3's smallest at this scale: rounded up to 1.7 times what it is
+    assert float(misread_share(x, quantize(x, Format.E4M3, Scaling.TENSORWISE))) == pytest.approx(2 / 4)
+    assert float(misread_share(x, quantize(x, Format.E4M3, Scaling.COLWISE))) == 0
+    assert float(silenced_share(x, quantize(x, Format.E4M3, Scaling.TENSORWISE))) == pytest.approx(2 / 4)
+
+
 def test_poisoned_values_are_not_called_flushed():
     x = torch.tensor([[1.0, math.nan, 2.0], [1e-9, 1.0, 0.0]])
     assert float(flushed_share(x, quantize(x, Format.INT8, Scaling.ROWWISE))) == pytest.approx(1 / 4)
@@ -119,7 +131,7 @@ def test_saturated_share_counts_finite_values_past_the_range():
     assert float(saturated_share(x[:, :4], q)) == pytest.approx(3 / 4)
 
 
-@pytest.mark.parametrize("share", [flushed_share, saturated_share, silenced_share])
+@pytest.mark.parametrize("share", [flushed_share, misread_share, saturated_share, silenced_share])
 def test_shares_of_nothing_are_zero(share):
     for x in (torch.zeros(3, 3), torch.zeros(0, 3)):
         assert float(share(x, quantize(x, Format.E4M3, Scaling.ROWWISE))) == 0

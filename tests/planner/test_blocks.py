@@ -133,7 +133,7 @@ def test_a_kernel_of_the_site_that_saves_more_wins_over_its_block() -> None:
     [
         ({"flushed": 0.03}, "flush 3% of the values"),
         ({"silenced": 0.1}, "10% of the feat"),
-        ({"silenced_backward": 0.1}, "of the gradient or of the transposed weight flush 10% of the features"),
+        ({"misread_backward": 0.1}, "of the gradient or of the transposed weight distort 10% of the features"),
     ],
 )
 def test_a_block_whose_casts_lose_too_much_is_refused(lost: dict[str, float], why: str) -> None:
@@ -145,7 +145,7 @@ def test_a_block_whose_casts_lose_too_much_is_refused(lost: dict[str, float], wh
 
 
 def test_what_backward_loses_is_nothing_to_serving() -> None:
-    deaf = one("a", 100.0, block(20.0, 150.0, silenced_backward=0.5))
+    deaf = one("a", 100.0, block(20.0, 150.0, misread_backward=0.5))
     assert loka.make_plan(survey(deaf), goal=Goal.SERVING).sites[0].block is not None
 
 
