@@ -19,6 +19,8 @@ from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Scaling
 from loka.core.record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
+from loka.kernels.triton.casts import WIDEST_ROW
+from loka.kernels.triton.share import POWERS_FROM
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block, room_to_compile
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
 from loka.measure.parts import told
@@ -26,7 +28,7 @@ from loka.measure.timing import copies_past_cache, time_together
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
-from loka.numerics.formats import torch_dtype
+from loka.numerics.formats import decode, encode, info, torch_dtype
 from loka.numerics.metrics import flushed_share, measure_error, misread_share, saturated_share, silenced_share
 from loka.numerics.scaling import dequantize, quantize
 
@@ -108,12 +110,12 @@ class _Exact:
         return outputs | {Role.FPROP: self._behind(F.linear(x_MK, self._weight_NK)).detach()}
 
     def misread_backward(self, x_MK: Tensor, dy_MN: Tensor) -> float:
-        """The share of features that a cast with one scale for all values distorts: of dz, as wgrad reads it, or of w, in
-        either order, as dgrad does."""
+        """The share of features that a cast with one scale for all values distorts: of x or dz, as wgrad reads them, or of w,
+        in either order, as dgrad does."""
         z_MN = F.linear(x_MK.double(), self._weight_NK).detach().requires_grad_()
         (dz_MN,) = torch.autograd.grad(self._behind(z_MN), z_MN, dy_MN.double())
         weight_NK = self._weight_NK.detach()
-        return max(_misread(tensor).item() for tensor in (dz_MN, weight_NK, weight_NK.t()))
+        return max(_misread(tensor).item() for tensor in (x_MK, dz_MN, weight_NK, weight_NK.t()))
 
     def _behind(self, product_MN: Tensor) -> Tensor:
         z_MN = product_MN if self._bias_N is None else product_MN + self._bias_N
@@ -121,8 +123,12 @@ class _Exact:
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """As a block reads its input and its weight: e4m3, a scale a row."""
-    return dequantize(quantize(tensor, Format.E4M3, Scaling.ROWWISE), torch.float64)
+    """As a block reads its input and its weight: e4m3, a scale a row, of long rows the smallest power of two that keeps it."""
+    if not POWERS_FROM <= tensor.shape[1] <= WIDEST_ROW:
+        return dequantize(quantize(tensor, Format.E4M3, Scaling.ROWWISE), torch.float64)
+    scale = torch.exp2((tensor.double().abs().amax(1, keepdim=True) / info(Format.E4M3).max).log2().ceil())
+    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return decode(encode((tensor / scale).float(), Format.E4M3), torch.float64) * scale
 
 
 def _misread(tensor: Tensor) -> Tensor:

@@ -8,18 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from loka.core.gemm import SiteShape, TensorName
-from loka.core.recipe import Format, Scaling
-from loka.kernels.casting import cast
-from loka.kernels.operand import Form, OperandSpec
+from loka.core.gemm import SiteShape
+from loka.core.recipe import Format
 from loka.measure.timing import Candidate
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_epilogue, block_reference
 from loka.nn.fused_block import FusedBlock
+from loka.nn.fused_steps import cast_input
 from loka.numerics.formats import torch_dtype
-
-INPUT_SPEC = OperandSpec(Format.E4M3, Scaling.ROWWISE, contraction_multiple=16)
-INPUT_FORMS = Form(INPUT_SPEC, False), Form(INPUT_SPEC, True)  # as fprop reads it, and as wgrad does
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,8 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
         return torch.autograd.grad(y_MN, z, dy_MN.to(y_MN.dtype))
 
     return {
-        "input_cast": lambda _: cast(TensorName.X, x_MK, INPUT_FORMS[:1]),
-        "training_cast": lambda _: cast(TensorName.X, x_MK, INPUT_FORMS),
+        "input_cast": lambda _: cast_input(x_MK, transposed=False),
+        "training_cast": lambda _: cast_input(x_MK, transposed=shape.needs_dw),
         "forward": partial(forward, run=fused),
         "training": partial(training, run=fused),
         "baseline_forward": partial(forward, run=baseline),

@@ -3,8 +3,8 @@
 Axes:  M rows of the batch,  K features into the block,  N out of it,  B norm blocks.
 
 Codes are e4m3. Behind a norm their scale is a constant; an input from elsewhere, a block without a norm among it, is cast with
-a scale a row. Forward saves the codes of the input transposed, as wgrad reads it, and what the gradient of norm and
-activation is made from (see ``_saved_dtype``).
+a scale a row, and for wgrad with one for all. Forward saves the codes of the input transposed, as wgrad reads it, and what the
+gradient of norm and activation is made from (see ``_saved_dtype``).
 """
 
 from collections.abc import Callable
@@ -13,16 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from loka.core.recipe import Scaling
-from loka.kernels.operand import padded_size
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, norm_forward
-from loka.kernels.triton.casts import Target, cast_matrix, rewriting
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.gradient import GradientCodes, block_gradient, norm_gradient
-from loka.kernels.triton.tiles import NormBlocks, ceil_div, is_promoted
+from loka.kernels.triton.share import cast_by_rows, rewriting_by_rows
+from loka.kernels.triton.tiles import NormBlocks, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
-
-FEWEST_CUBLAS_TILES = 96  # of 128×128, for which cuBLAS sums a batch faster than we do: on an H200, of 132 multiprocessors
 
 
 class WeightCodes(NamedTuple):
@@ -35,12 +31,13 @@ class WeightCodes(NamedTuple):
 
 
 class InputCodes(NamedTuple):
-    """A block's input: value = code · ``factor`` (· a scale a row). Transposed where wgrad will read it, else empty."""
+    """A block's input: value = code · ``factor`` (· a scale a row). Transposed where wgrad will read it, else empty: value =
+    code · ``factor`` (· one scale for all)."""
 
     codes_MK: Tensor
     scale_M: Tensor | None
     codes_KM: Tensor
-    scale_K: Tensor | None
+    scale_KM: Tensor | None
     factor: float
 
 
@@ -50,7 +47,7 @@ class SavedBlock(NamedTuple):
     u_MN: Tensor
     rstd_BM: Tensor
     x_codes_KM: Tensor
-    x_scale_K: Tensor | None
+    x_scale_KM: Tensor | None
 
 
 class SavedNorm(NamedTuple):
@@ -82,23 +79,17 @@ class Gradients(NamedTuple):
 
 def cast_weight(weight_NK: Tensor) -> WeightCodes:
     """Both forms of a weight that a block reads."""
-    return WeightCodes(*cast_matrix(weight_NK, *_weight_targets(weight_NK)))
+    return WeightCodes(*cast_by_rows(weight_NK))
 
 
 def recasting_weight(weight_NK: Tensor, held: WeightCodes) -> Callable[[], None]:
     """What does ``cast_weight`` again each time it is called, into the codes that are there."""
-    return rewriting(weight_NK, *_weight_targets(weight_NK), held)
-
-
-def _weight_targets(weight_NK: Tensor) -> tuple[Target, Target]:
-    n, k = weight_NK.shape
-    return _rowwise(n, k), Target(Scaling.TENSORWISE.value, k, padded_size(n, 16), 1.0)
+    return rewriting_by_rows(weight_NK, held)
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:
     """How a matrix from anywhere enters a block; ``transposed`` where the block's weight will get a gradient."""
-    m, k = x_MK.shape
-    return InputCodes(*cast_matrix(x_MK, _rowwise(m, k), _rowwise(k, m) if transposed else Target.none()), factor=1.0)
+    return InputCodes(*cast_by_rows(x_MK, transposed=transposed), factor=1.0)
 
 
 def norm_input(x_MK: Tensor, norm: NormSpec, *, transposed: bool, saved: bool) -> tuple[InputCodes, SavedNorm]:
@@ -122,7 +113,7 @@ def forward_block(
     is more where the bias learns."""
     saved_dtype = _saved_dtype(spec, bias_learns) if saved else None
     if spec.norm is None:
-        wanted = Wanted(high or torch.bfloat16, saved=saved_dtype, amax=transposed)
+        wanted = Wanted(high or torch.bfloat16, saved=saved_dtype)
     else:  # without an activation the codes of y are those of u: they are written once
         is_u = spec.activation == "none" and saved_dtype is CODES_DTYPE
         wanted = Wanted(high, codes and not is_u, transposed, saved_dtype)
@@ -135,9 +126,14 @@ def forward_block(
             x.codes_MK, x.scale_M, x.factor, codes_NK, scale_N, bias_N,
             m, k, spec.blocks, spec.eps, spec.activation, wanted,
         )  # fmt: skip
-    handed_on = _cast_y(out, codes, transposed) if spec.blocks is None else _handed_on(out, wanted, spec.blocks)
+    if spec.blocks is not None:
+        handed_on = _handed_on(out, wanted, spec.blocks)
+    elif codes:
+        handed_on = cast_input(out.y_MN, transposed=transposed)
+    else:
+        handed_on = InputCodes(out.codes_MN, None, out.codes_NM, None, factor=1.0)
     u_MN = out.y_MN if saved and spec.norm is None and spec.activation == "relu" else out.u_MN
-    return ForwardResult(out.y_MN, handed_on, SavedBlock(u_MN, out.rstd_BM, x.codes_KM, x.scale_K))
+    return ForwardResult(out.y_MN, handed_on, SavedBlock(u_MN, out.rstd_BM, x.codes_KM, x.scale_KM))
 
 
 def backward_block(
@@ -160,18 +156,12 @@ def backward_block(
 
 
 def _weight_gradient(dz: GradientCodes, saved: SavedBlock, sizes: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """dzᵀ·x of ``sizes`` (n, k, m), always summed in full: a fast sum over a batch is biased, and a bias adds up over steps.
-
-    With one scale for all of x, cuBLAS does it. With scales of rows it leaves multiprocessors idle where there are few tiles,
-    and we split the batch.
-    """
+    """dzᵀ·x of ``sizes`` (n, k, m), always summed in full: a fast sum over a batch is biased, and a bias adds up over steps."""
     n, k, m = sizes
-    dz_scale, x_scale = dz.wgrad_scales[:, :1]
-    idle = saved.x_scale_K is not None and ceil_div(n, 128) * ceil_div(k, 128) < FEWEST_CUBLAS_TILES
-    if idle or not _is_for_cublas(dz.codes_NM, k, m):
-        return gemm(dz.codes_NM, saved.x_codes_KM, dz_scale, saved.x_scale_K, n, k, m, out_dtype=dtype, promoted=True)
-    if saved.x_scale_K is not None:
-        dz_scale, x_scale = dz_scale.expand(n, 1).contiguous(), saved.x_scale_K.reshape(1, k)
+    dz_scale, one = dz.wgrad_scales[:, :1]
+    if not _is_for_cublas(dz.codes_NM, k, m):
+        return gemm(dz.codes_NM, saved.x_codes_KM, dz_scale, saved.x_scale_KM, n, k, m, out_dtype=dtype, promoted=True)
+    x_scale = one if saved.x_scale_KM is None else saved.x_scale_KM.reshape(1)
     return torch._scaled_mm(
         dz.codes_NM[:, :m], saved.x_codes_KM[:, :m].t(), dz_scale, x_scale, out_dtype=dtype, use_fast_accum=False
     )
@@ -219,17 +209,3 @@ def _handed_on(out: BlockOutputs, wanted: Wanted, blocks: NormBlocks) -> InputCo
     codes_MN = out.codes_MN if wanted.codes else out.u_MN
     codes_NM = out.codes_NM[:, : codes_MN.shape[0]] if wanted.transposed else out.codes_NM  # behind lies what nobody may read
     return InputCodes(codes_MN, None, codes_NM, None, blocks.code_scale)
-
-
-def _cast_y(out: BlockOutputs, codes: bool, transposed: bool) -> InputCodes:
-    """y with a scale a row. Both orders take one read, for the kernel that wrote y has seen its amaxes; one order takes one
-    read anyway."""
-    if not codes:
-        return InputCodes(out.codes_MN, None, out.codes_NM, None, factor=1.0)
-    m, n = out.y_MN.shape
-    trans, amax = (_rowwise(n, m), out.amax) if transposed else (Target.none(), None)
-    return InputCodes(*cast_matrix(out.y_MN, _rowwise(m, n), trans, amax), factor=1.0)
-
-
-def _rowwise(outer: int, contraction: int) -> Target:
-    return Target(Scaling.ROWWISE.value, outer, padded_size(contraction, 16), 1.0)

@@ -20,7 +20,7 @@ MIN_SPEEDUP = 1.05
 # it turns into zeros are a distribution it does not hold, and of dy they are examples from which nothing in front of the site
 # learns. wgrad sums over examples, the largest of which rule its error. INT8 rounds its smallest to zero as a matter of course.
 MAX_SILENCED = 0.05  # of x's features
-MAX_MISREAD = 0.05  # of the gradient's or the weight's, where one scale is for all of them
+MAX_MISREAD = 0.05  # of the input's, the gradient's or the weight's, where one scale is for all of them
 MAX_FLUSHED = 0.02  # of the values that casts to FP8 lose for fprop or dgrad; a healthy site loses none
 
 
@@ -47,7 +47,7 @@ def why_deaf(candidate: Candidate | BlockCandidate, goal: Goal) -> str | None:
         return f"its cast of x flushes {candidate.silenced:.0%} of the features to zero, over {MAX_SILENCED:.0%}"
     if isinstance(candidate, BlockCandidate) and goal is Goal.TRAINING and candidate.misread_backward > MAX_MISREAD:
         lost = f"{candidate.misread_backward:.0%} of the features by half and more, over {MAX_MISREAD:.0%}"
-        return f"its casts of the gradient or of the transposed weight distort {lost}"
+        return f"its casts with one scale for all, for backward, distort {lost}"
     if _keeps_rows_apart_in_fp8(candidate) and candidate.flushed > MAX_FLUSHED:
         return f"its casts flush {candidate.flushed:.0%} of the values to zero, over {MAX_FLUSHED:.0%}"
     return None

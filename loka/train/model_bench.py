@@ -89,13 +89,10 @@ class ModelBench:
         baseline = self._ready(cell, base)
         yield base.name, self._row(cell, base, baseline, baseline)
         for arm in arms:
-            # Arms share the code of their forward: without this torch would count them as recompilations of one function.
-            release_memory(self.device)
             try:
                 yield arm.name, self._row(cell, arm, self._ready(cell, arm), baseline)
             except Exception as error:  # libraries raise all kinds: whatever it is, the other arms go on
-                reason = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).strip().partition("\n")[0]
-                yield arm.name, {"failed": reason[:200] or type(error).__name__}
+                yield arm.name, {"failed": _reason(error)}
         del baseline
         release_memory(self.device)
 
@@ -120,21 +117,21 @@ class ModelBench:
     def _ready(self, cell: Cell, arm: ModelArm) -> Ready:
         """Build the model, do what the arm asks, compile it and run it twice."""
         begin, on_cuda = time.perf_counter(), self.device.type == "cuda"
+        batches = list(islice(self.data.train(cell.batch_size), 2))
+        survey = self._survey(cell, arm, batches) if arm.is_planned else None
+        release_memory(self.device)
         before = torch.cuda.memory_allocated(self.device) if on_cuda else 0
         trainer = self._trainer(cell, arm)
-        batches = list(islice(self.data.train(cell.batch_size), 2))
-        survey = self._survey(cell, arm, trainer, batches) if arm.is_planned else None
         dtype = torch.bfloat16 if cell.goal is Goal.SERVING and arm.precision is Precision.BF16 else torch.float32
         if cell.goal is Goal.SERVING:
             trainer.model.eval()
             trainer.model.dense_part.to(dtype)
-            trainer.dense_optimizer.state.clear()  # of the steps it was probed in
         example = dense_arguments(trainer, batches[0], dtype)
         did = arm.prepare(Subject(trainer.model.dense_part, example, cell.goal, survey))
         if on_cuda:
             trainer.model.dense_part.compile(dynamic=False)
             trainer.config = replace(trainer.config, compile=True)  # for the profile to tell its kernels
-            torch.cuda.reset_peak_memory_stats(self.device)  # probing is over, and compiling shows in no step's memory
+            torch.cuda.reset_peak_memory_stats(self.device)  # of making it ready; compiling shows in no step's memory
         step = training_step(trainer, batches[0]) if cell.goal is Goal.TRAINING else serving_call(trainer, batches[0], dtype)
         for _ in range(2):  # the first makes the optimizers' states
             step()
@@ -164,7 +161,8 @@ class ModelBench:
             group["capturable"] = self.device.type == "cuda"
         return trainer
 
-    def _survey(self, cell: Cell, arm: ModelArm, trainer: Trainer, batches: Sequence[Batch]) -> Survey:
+    def _survey(self, cell: Cell, arm: ModelArm, batches: Sequence[Batch]) -> Survey:
+        """Of a model of its own, so that what probing leaves behind is in no arm's memory."""
         name = "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods, *(self.kernels or ())))
         if name not in self._surveys:
             folder = None if self.surveys is None else self.surveys / name
@@ -172,8 +170,18 @@ class ModelBench:
                 self._surveys[name] = Survey.load(folder)
             else:
                 steps = islice(cycle(batches), PROBED_STEPS)
+                trainer = self._trainer(cell, arm)
                 self._surveys[name] = survey_model(trainer, steps, every=2, kernels=self.kernels, out=folder)
         return self._surveys[name]
+
+
+def _reason(error: BaseException) -> str:
+    """In a line: what was at the bottom of it, where torch.compile wraps another error in its own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
 def training_step(trainer: Trainer, batch: Batch) -> Callable[[], object]:

@@ -17,6 +17,8 @@ def make_tables(results: GatheredResults) -> str:
         cells = _cells(results, goal)
         if cells:
             parts.append(f"{what}: speed-up over {BASELINE}\n\n{_speedups(cells)}")
+        if any(rows.get(BASELINE, {}).get("shares") for rows in cells.values()):
+            parts.append(f"{what}, the dense part alone: speed-up over {BASELINE}\n\n{_dense_speedups(cells)}")
         if any(row.get("peak_bytes") for rows in cells.values() for row in rows.values()):
             parts.append(f"{what}: peak memory of weights, states and activations, GiB\n\n{_memory(cells)}")
     parts.append(f"Where a training step's kernel time goes\n\n{_shares(_cells(results, Goal.TRAINING))}")
@@ -62,6 +64,23 @@ def _speedup(row: dict[str, Any] | None) -> str:
     if "failed" in row:
         return "–"
     return f"{row['speedup']:.2f}" + ("" if row["is_graph"] else "*")
+
+
+def _dense_speedups(cells: Cells) -> str:
+    """Without what no arm changes: the share of embeddings, optimizer and input in the baseline's step."""
+    arms = [arm for arm in _arms(cells) if arm != BASELINE]
+    table = []
+    for cell, rows in cells.items():
+        if shares := rows.get(BASELINE, {}).get("shares"):
+            besides = sum(shares[kind] for kind in (Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT))
+            table.append([*_names(cell), *(_dense_speedup(rows.get(arm), besides) for arm in arms)])
+    return markdown_table(["model", "preset", "batch", *arms], table)
+
+
+def _dense_speedup(row: dict[str, Any] | None, besides: float) -> str:
+    if row is None or "failed" in row:
+        return _speedup(row)
+    return f"{(1 - besides) / (1 / row['speedup'] - besides):.2f}"
 
 
 def _memory(cells: Cells) -> str:

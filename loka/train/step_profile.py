@@ -52,6 +52,7 @@ _INPUT_RANGE, _EMBEDDING_RANGE, _CAST_RANGE = "loka.input", "loka.embeddings", "
 _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "amax_kernel": Kind.CAST,
     "cast_kernel": Kind.CAST,
+    "largest_kernel": Kind.CAST,
     "remember_kernel": Kind.CAST,
     "rowwise_kernel": Kind.CAST,
     "share_scales_kernel": Kind.CAST,
@@ -60,6 +61,7 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "gemm_kernel": Kind.GEMM,
     "gradient_kernel": Kind.ELEMENTWISE,  # of norm and activation
     "norm_forward_kernel": Kind.ELEMENTWISE,
+    "loka::cast_by_rows": Kind.CAST,
     "loka::cast_e4m3": Kind.CAST,
     "loka::cast_int8_rows": Kind.CAST,
     "loka::block_forward": Kind.GEMM,

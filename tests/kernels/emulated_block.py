@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted
-from loka.kernels.triton.casts import NOT_WRITTEN, Target
 from loka.kernels.triton.gradient import GradientCodes
+from loka.kernels.triton.share import POWERS_FROM
 from loka.kernels.triton.tiles import NormBlocks
 from loka.nn.block_norm import block_sizes
 from loka.numerics.formats import encode
@@ -25,7 +25,7 @@ ACTIVATE = {"none": lambda u: u, "relu": F.relu, "hard_swish": F.hardswish}
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run fused blocks on these functions, wherever they are."""
-    for op in (block_forward, norm_forward, block_gradient, norm_gradient, gemm, cast_matrix, rewriting):
+    for op in (block_forward, norm_forward, block_gradient, norm_gradient, gemm, cast_by_rows, rewriting_by_rows):
         monkeypatch.setattr(f"loka.nn.fused_steps.{op.__name__}", op)
     monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
 
@@ -52,7 +52,7 @@ def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, 
 
 
 def _written(u_MN: Tensor, rstd_BM: Tensor, code_scale: float, activation: str, wanted: Wanted) -> BlockOutputs:
-    """The forms wanted, without the amaxes, which nothing here reads."""
+    """The forms wanted."""
     y_MN = ACTIVATE[activation](u_MN)
     codes, u_codes = (encode(tensor / code_scale, Format.E4M3) for tensor in (y_MN, u_MN))
     nothing = u_MN.new_empty(0, dtype=CODES_DTYPE)
@@ -63,7 +63,6 @@ def _written(u_MN: Tensor, rstd_BM: Tensor, code_scale: float, activation: str, 
         _padded(codes.t()) if wanted.transposed else nothing,
         _padded(u) if wanted.saved else nothing,
         rstd_BM if wanted.saved else u_MN.new_empty(0),
-        u_MN.new_empty(0, dtype=torch.int32),
     )
 
 
@@ -102,20 +101,27 @@ def gemm(
     return (a_MK[:m, :k].float() * a_scale.reshape(-1, 1) @ b.t()).to(out_dtype)
 
 
-def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    def written(matrix: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-        if target.scaling == NOT_WRITTEN:
-            return x.new_empty(0, 0), x.new_empty(0, 0)
-        assert target.outer == len(matrix)
-        codes, scale, *_ = quantize(matrix, Format.E4M3, Scaling(target.scaling))
-        return F.pad(codes.view(torch.uint8), (0, target.contraction - codes.shape[1])).view(codes.dtype), scale
+def cast_by_rows(x: Tensor, *, transposed: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = x.float()
+    if x.shape[1] < POWERS_FROM:
+        codes, scale_M1, *_ = quantize(x, Format.E4M3, Scaling.ROWWISE)
+        codes_t, scale, *_ = quantize(x.t(), Format.E4M3, Scaling.TENSORWISE)
+    else:
+        scale_M1, scale = _power_scale(x.abs().amax(1, keepdim=True)), _power_scale(x.abs().max()).reshape(1, 1)
+        codes, codes_t = encode(x / scale_M1, Format.E4M3), encode(x.t() / scale, Format.E4M3)
+    if not transposed:
+        return _padded_with_zeros(codes), scale_M1, x.new_empty(0, 0), x.new_empty(0, 0)
+    return _padded_with_zeros(codes), scale_M1, _padded_with_zeros(codes_t), scale
 
-    return *written(x, plain), *written(x.t(), trans)
+
+def _padded_with_zeros(codes: Tensor) -> Tensor:
+    missing = padded_size(codes.shape[1], 16) - codes.shape[1]
+    return F.pad(codes.contiguous().view(torch.uint8), (0, missing)).view(codes.dtype)
 
 
-def rewriting(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
+def rewriting_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
     def run() -> None:
-        for held, made in zip(codes, cast_matrix(x, plain, trans), strict=True):
+        for held, made in zip(codes, cast_by_rows(x), strict=True):
             held.copy_(made)
 
     return run

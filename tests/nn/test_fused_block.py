@@ -143,10 +143,9 @@ def test_long_contractions_go_through_cublas(
     emulated: torch.device, bias: bool, entry: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if they began at 32: products of both directions, the norm's pass behind forward's, and none where there is a bias.
-    wgrad reads an input with one scale for all behind a norm, else with one a row; all are summed in full."""
+    wgrad reads all with one scale; all are summed in full."""
     monkeypatch.setattr("loka.nn.fused_steps.is_promoted", lambda contraction: contraction >= 32)
     monkeypatch.setattr("loka.nn.fused_steps._has_cublas", lambda codes: True)
-    monkeypatch.setattr("loka.nn.fused_steps.FEWEST_CUBLAS_TILES", 0)
     multiply, shapes, scales = torch._scaled_mm, [], []
 
     def noted(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *, use_fast_accum: bool, **options: Any) -> Tensor:
@@ -161,7 +160,7 @@ def test_long_contractions_go_through_cublas(
     check(FusedChain(blocks, entry=loka.BlockNorm(64) if entry else None), 128, emulated)
     forward = [] if bias else [(128, 64, 288), (128, 288, 96)]
     assert shapes == [*forward, (96, 128, 288), (128, 96, 288), (288, 128, 64), (128, 288, 64)]
-    assert scales[-4::2] == [(1, 1), (1, 1) if entry else (288, 64)]  # wgrad's
+    assert scales[-4::2] == [(1, 1), (1, 1)]  # wgrad's
 
 
 @pytest.mark.gpu
@@ -301,9 +300,10 @@ BREAKS_WITHOUT_NORM = {
         _changed(arg1=lambda u_MN: 1.5 * u_MN if u_MN.dtype is torch.bfloat16 else u_MN),
     ),
     "bias": ("block_forward", _changed(arg5=lambda bias_N: 1.1 * bias_N)),
-    "codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_MK=_rolled(x.codes_MK)))),
-    "scales handed on": ("_cast_y", _changed(result=lambda x: x if x.scale_M is None else x._replace(scale_M=1.2 * x.scale_M))),
-    "transposed codes handed on": ("_cast_y", _changed(result=lambda x: x._replace(codes_KM=_rolled(x.codes_KM)))),
+    "codes handed on": ("cast_by_rows", _changed(result=lambda made: (_rolled(made[0]), *made[1:]))),
+    "scales handed on": ("cast_by_rows", _changed(result=lambda made: (made[0], 1.2 * made[1], *made[2:]))),
+    "transposed codes handed on": ("cast_by_rows", _changed(result=lambda made: (*made[:2], _rolled(made[2]), made[3]))),
+    "their scale": ("cast_by_rows", _changed(result=lambda made: (*made[:3], 1.2 * made[3]))),
 }
 
 

@@ -133,7 +133,7 @@ def test_a_kernel_of_the_site_that_saves_more_wins_over_its_block() -> None:
     [
         ({"flushed": 0.03}, "flush 3% of the values"),
         ({"silenced": 0.1}, "10% of the feat"),
-        ({"misread_backward": 0.1}, "of the gradient or of the transposed weight distort 10% of the features"),
+        ({"misread_backward": 0.1}, "its casts with one scale for all, for backward, distort 10% of the features"),
     ],
 )
 def test_a_block_whose_casts_lose_too_much_is_refused(lost: dict[str, float], why: str) -> None:

@@ -2,7 +2,7 @@
 
 Axes:  M rows of the batch,  N features out,  K features in,  B norm blocks.
 Codes are e4m3. Behind the norm their scale is a constant, ``NormBlocks.code_scale``. Without a norm there is no such bound:
-y leaves in high precision, and with it the amaxes that a cast of it needs.
+y leaves in high precision.
 """
 
 from typing import NamedTuple
@@ -29,16 +29,15 @@ CODES_DTYPE = torch.float8_e4m3fn
 
 
 class Wanted(NamedTuple):
-    """What a forward pass writes: y in a high-precision dtype, its codes, their transpose, u for backward, amaxes of y.
+    """What a forward pass writes: y in a high-precision dtype, its codes, their transpose, u for backward.
 
-    Codes need a norm, amaxes a y in high precision. u is what the activation is applied to; its dtype may be that of codes.
+    Codes need a norm. u is what the activation is applied to; its dtype may be that of codes.
     """
 
     high: torch.dtype | None = None
     codes: bool = False
     transposed: bool = False
     saved: torch.dtype | None = None
-    amax: bool = False
 
     @property
     def forms(self) -> int:
@@ -54,7 +53,6 @@ class BlockOutputs(NamedTuple):
     codes_NM: Tensor
     u_MN: Tensor  # before the activation: what the norm returned, or the product where there is none
     rstd_BM: Tensor
-    amax: Tensor  # of the rows of y, then of its columns, as ``cast_matrix`` takes them
 
 
 def block_forward(
@@ -89,11 +87,10 @@ def _block_forward(
     codes: bool,
     transposed: bool,
     saved: torch.dtype | None,
-    amax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from loka.kernels.triton import block_kernels as kernels
 
-    n, wanted = w.shape[0], Wanted(high, codes, transposed, saved, amax)
+    n, wanted = w.shape[0], Wanted(high, codes, transposed, saved)
     blocks, sms = norm_blocks(n, block), multiprocessors(x.device)
     tiles = choose_block_tiles(m, n, k, blocks, sms, forms=wanted.forms)
     columns = Columns.of(n, blocks, tiles.cols)
@@ -108,7 +105,7 @@ def _block_forward(
         NORM=blocks is not None, ROWS=tiles.rows, COLS=tiles.cols, WIDTH=columns.width, WIDER=columns.wider,
         DEPTH=tiles.depth, PROMOTED=is_promoted(k),
         X_ROWWISE=x_scale is not None, HAS_BIAS=bias is not None, ACTIVATION=activation,
-        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved is not None, AMAX=amax, PERSISTENT=persistent,
+        HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved is not None, PERSISTENT=persistent,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
@@ -131,16 +128,14 @@ def _(
     codes: bool,
     transposed: bool,
     saved: torch.dtype | None,
-    amax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     n = w.shape[0]
-    return _outputs(x, m, n, norm_blocks(n, block), Wanted(high, codes, transposed, saved, amax))
+    return _outputs(x, m, n, norm_blocks(n, block), Wanted(high, codes, transposed, saved))
 
 
 def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, wanted: Wanted) -> BlockOutputs:
     """activation(norm(z)) of a matrix that something else has written: how a standalone norm hands on FP8."""
-    assert not wanted.amax, "behind a norm the scale of codes is known"
-    return BlockOutputs(*torch.ops.loka.norm_forward(z_MN, blocks.block, eps, activation, *wanted[:4]))
+    return BlockOutputs(*torch.ops.loka.norm_forward(z_MN, blocks.block, eps, activation, *wanted))
 
 
 @op("norm_forward")
@@ -154,7 +149,7 @@ def _norm_forward(
     codes: bool,
     transposed: bool,
     saved: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from loka.kernels.triton import block_kernels as kernels
 
     z = z if z.stride(1) == 1 else z.contiguous()
@@ -162,7 +157,7 @@ def _norm_forward(
     out = _outputs(z, m, n, blocks, Wanted(high, codes, transposed, saved))
     launch(
         kernels.norm_forward_kernel, (ceil_div(m, NORM_ROWS) * blocks.count, 1, 1),
-        z, *out[:5], m, n, z.stride(0), blocks.count, eps, 1 / blocks.code_scale, padded_size(n, 16), padded_size(m, 16),
+        z, *out, m, n, z.stride(0), blocks.count, eps, 1 / blocks.code_scale, padded_size(n, 16), padded_size(m, 16),
         ROWS=NORM_ROWS, COLS=blocks.room, WIDTH=blocks.width, WIDER=blocks.wider, ACTIVATION=activation,
         HIGH=high is not None, CODES=codes, CODES_T=transposed, SAVED=saved is not None,
         num_warps=4,
@@ -180,7 +175,7 @@ def _(
     codes: bool,
     transposed: bool,
     saved: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (m, n), wanted = z.shape, Wanted(high, codes, transposed, saved)
     return _outputs(z, m, n, NormBlocks(n, block), wanted)
 
@@ -192,7 +187,7 @@ def norm_blocks(n: int, block: int | None) -> NormBlocks | None:
 
 def _outputs(
     like: Tensor, m: int, n: int, blocks: NormBlocks | None, wanted: Wanted
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def empty(rows: int, cols: int, dtype: torch.dtype, needed: bool) -> Tensor:
         return like.new_empty((rows, cols) if needed else (0,), dtype=dtype)
 
@@ -202,5 +197,4 @@ def _outputs(
         empty(n, padded_size(m, 16), CODES_DTYPE, wanted.transposed),
         empty(m, padded_size(n, 16), wanted.saved or CODES_DTYPE, wanted.saved is not None),
         empty(blocks.count if blocks else 0, m, torch.float32, blocks is not None and wanted.saved is not None),
-        like.new_zeros(m + n if wanted.amax else 0, dtype=torch.int32),
     )

@@ -10,12 +10,7 @@ Without a norm u = z, and a block is as many features as a tile has columns.
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.codes import (
-    let_next_kernel_start,
-    magnitude,
-    to_e4m3,
-    wait_for_kernels_before,
-)
+from loka.kernels.triton.codes import let_next_kernel_start, to_e4m3, wait_for_kernels_before
 from loka.kernels.triton.gemm_kernels import contract, tile_of
 
 
@@ -50,15 +45,15 @@ def _activate(u, ACTIVATION: tl.constexpr):
 @triton.jit
 def _finish_and_store(
     z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-    y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, amax_ptr,
+    y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr,
-    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr, AMAX: tl.constexpr,
+    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
 ):  # fmt: skip
     """Norm and activation of z (0 outside the block), written in every form asked for.
 
-    HIGH is y in high precision, AMAX the amaxes of its rows and then columns, raised from 0; CODES are its e4m3 codes and
-    CODES_T their transpose; SAVED is what backward needs: u, as codes or wider, and rstd (blocks × M). All codes have one
-    constant scale, 1/``codes_per_unit``, which only a norm's bound makes possible.
+    HIGH is y in high precision; CODES are its e4m3 codes and CODES_T their transpose; SAVED is what backward needs: u, as codes
+    or wider, and rstd (blocks × M). All codes have one constant scale, 1/``codes_per_unit``, which only a norm's bound makes
+    possible.
     """
     row = index_M.to(tl.int64)
     stored = (index_M < m)[:, None] & inside_N[None, :]
@@ -76,12 +71,7 @@ def _finish_and_store(
         tl.store(u_ptr + row[:, None] * codes_stride + index_N[None, :], saved_MN, mask=stored)
     y_MN = _activate(u_MN, ACTIVATION)
     if HIGH:
-        high_MN = y_MN.to(y_ptr.dtype.element_ty)
-        tl.store(y_ptr + row[:, None] * n + index_N[None, :], high_MN, mask=stored)
-        if AMAX:
-            bits_MN = tl.where(stored, magnitude(high_MN), 0)  # past the batch lies the bias alone
-            tl.atomic_max(amax_ptr + index_M, tl.max(bits_MN, axis=1), mask=index_M < m, sem="relaxed")
-            tl.atomic_max(amax_ptr + m + index_N, tl.max(bits_MN, axis=0), mask=inside_N, sem="relaxed")
+        tl.store(y_ptr + row[:, None] * n + index_N[None, :], y_MN.to(y_ptr.dtype.element_ty), mask=stored)
     if CODES or CODES_T:
         codes_MN = to_e4m3(y_MN * codes_per_unit)
         if CODES:
@@ -117,11 +107,11 @@ def _product(
 @triton.jit
 def block_forward_kernel(
     x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr,
-    y_ptr, codes_ptr, codes_t_ptr, u_ptr, rstd_ptr, amax_ptr,
+    y_ptr, codes_ptr, codes_t_ptr, u_ptr, rstd_ptr,
     m, n, k, blocks, eps, x_factor, codes_per_unit, codes_stride, codes_t_stride,
     NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
     DEPTH: tl.constexpr, PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr, AMAX: tl.constexpr,
+    HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Product, norm and activation of one block for ROWS rows.
@@ -138,8 +128,8 @@ def block_forward_kernel(
             )  # fmt: skip
             _finish_and_store(
                 z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-                y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, amax_ptr,
-                NORM, ACTIVATION, HIGH, CODES, CODES_T, SAVED, AMAX,
+                y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr,
+                NORM, ACTIVATION, HIGH, CODES, CODES_T, SAVED,
             )  # fmt: skip
     else:
         z_MN, index_M, index_N, inside_N, size, block = _product(
@@ -148,8 +138,8 @@ def block_forward_kernel(
         )  # fmt: skip
         _finish_and_store(
             z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-            y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, amax_ptr,
-            NORM, ACTIVATION, HIGH, CODES, CODES_T, SAVED, AMAX,
+            y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr,
+            NORM, ACTIVATION, HIGH, CODES, CODES_T, SAVED,
         )  # fmt: skip
 
 
@@ -169,6 +159,6 @@ def norm_forward_kernel(
     z_MN = tl.load(z_ptr + index_M.to(tl.int64)[:, None] * z_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
     _finish_and_store(
         z_MN, index_M, index_N, inside_N, size, block, m, n, eps, codes_per_unit,
-        y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr, None,
-        True, ACTIVATION, HIGH, CODES, CODES_T, SAVED, False,
+        y_ptr, codes_ptr, codes_stride, codes_t_ptr, codes_t_stride, u_ptr, rstd_ptr,
+        True, ACTIVATION, HIGH, CODES, CODES_T, SAVED,
     )  # fmt: skip

@@ -12,8 +12,10 @@ from loka.kernels.triton.codes import (
     INFINITY_BITS,
     INT8_MAX,
     divide,
+    inverse_of_power,
     largest_of,
     magnitude,
+    power_scale_of,
     scale_of,
     to_e4m3,
     to_e4m3_words,
@@ -183,9 +185,12 @@ def cast_kernel(
 @triton.jit
 def rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, amax_ptr, rows, cols, row_stride, padded_rows, padded_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read. Amaxes may be NOTED."""
+    """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read. Amaxes may be NOTED.
+
+    POWER: scales are powers of two.
+    """
     wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
@@ -194,9 +199,22 @@ def rowwise_kernel(
     amax_R = tl.max(magnitude(x_RC), axis=1)
     if NOTED:
         tl.store(amax_ptr + row, amax_R, mask=row < rows)
-    scale_R = scale_of(amax_R, LARGEST_CODE)
-    _store_plain(_scaled(x_RC, scale_R[:, None], True), row, col, codes_ptr, padded_rows, padded_cols)
+    if POWER:
+        scale_bits_R = power_scale_of(amax_R)
+        scaled_RC = x_RC.to(tl.float32) * inverse_of_power(scale_bits_R)[:, None]
+        scale_R = scale_bits_R.to(tl.float32, bitcast=True)
+    else:
+        scale_R = scale_of(amax_R, LARGEST_CODE)
+        scaled_RC = _scaled(x_RC, scale_R[:, None], True)
+    _store_plain(scaled_RC, row, col, codes_ptr, padded_rows, padded_cols)
     tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)
+
+
+@triton.jit(do_not_specialize=["count"])
+def largest_kernel(bits_ptr, largest_ptr, count, AT_ONCE: tl.constexpr):
+    """The largest of ``count`` magnitudes, by one program."""
+    wait_for_kernels_before()
+    tl.store(largest_ptr, largest_of(bits_ptr, count, AT_ONCE))
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -21,6 +21,7 @@ SCALINGS = (Scaling.STATIC, Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1
 _IN_ONE_READ = (Scaling.STATIC, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128, NOT_WRITTEN)  # a tile sees all its scales need
 AMAX_TILE = (32, 512)
 REMEMBERED_AT_ONCE = AMAXES_AT_ONCE = 1024
+LARGEST_AT_ONCE = 8192  # by one program that does nothing else
 
 
 Amaxes = tuple[Tensor, Tensor, Tensor]  # of rows, of columns, of all, each only as far as a scale is made from it
@@ -92,20 +93,16 @@ def reads(plain: str, trans: str, cols: int) -> int:
     return 1 if plain in _IN_ONE_READ and trans in _IN_ONE_READ else 2
 
 
-def cast_matrix(x: Tensor, plain: Target, trans: Target, amax: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of ``x`` in its own order of axes and transposed; empty tensors for a ``Target.none()``.
-
-    ``amax`` are the amaxes of rows, then of columns, where whoever wrote ``x`` has seen them: then it is read only once.
-    """
+def cast_matrix(x: Tensor, plain: Target, trans: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of ``x`` in its own order of axes and transposed; empty tensors for a ``Target.none()``."""
     if trans.contraction % 4:
         raise InvalidInput(f"transposed codes are written four at a time: pad {trans.contraction} rows to a multiple of 4")
-    return torch.ops.loka.cast_e4m3(x, amax, *plain, *trans)
+    return torch.ops.loka.cast_e4m3(x, *plain, *trans)
 
 
 @op("cast_e4m3")
 def _cast_e4m3(
     x: Tensor,
-    amax: Tensor | None,
     plain_scaling: str,
     plain_outer: int,
     plain_contraction: int,
@@ -118,25 +115,23 @@ def _cast_e4m3(
     plain = Target(plain_scaling, plain_outer, plain_contraction, plain_static)
     trans = Target(trans_scaling, trans_outer, trans_contraction, trans_static)
     codes = *plain.empty(x), *trans.empty(x)
-    write_codes(x, plain, trans, codes, amax)
+    write_codes(x, plain, trans, codes)
     return codes
 
 
 @on_its_gpu
-def write_codes(
-    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], amax: Tensor | None = None
-) -> None:
+def write_codes(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, cols = x.shape
-    if amax is None and _row_by_row(plain, trans, cols):
+    if _row_by_row(plain, trans, cols):
         noted = x.new_empty(rows if trans.scaling == Scaling.TENSORWISE else 0, dtype=torch.int32)
-        _launch_rowwise(x, plain, codes, noted)
+        launch_rowwise(x, plain, codes[0], codes[1], noted)
         if trans.scaling != NOT_WRITTEN:
-            _launch_cast(x, Target.none(), trans, (*Target.none().empty(x), *codes[2:]), (noted, noted, noted))
+            largest = few_with_largest(noted)
+            _launch_cast(x, Target.none(), trans, (*Target.none().empty(x), *codes[2:]), (largest, largest, largest))
         return
-    amaxes = _amaxes(x, plain, trans) if amax is None else (amax[:rows], amax[rows:], amax)
-    _launch_cast(x, plain, trans, codes, amaxes)
+    _launch_cast(x, plain, trans, codes, _amaxes(x, plain, trans))
 
 
 def _row_by_row(plain: Target, trans: Target, cols: int) -> bool:
@@ -169,8 +164,17 @@ def remembered(x: Tensor, plain: Target, trans: Target) -> int:
 def rewriting(
     x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor | None = None
 ) -> Callable[[], None]:
-    """``rewrite_codes`` of the same tensors as often as it is called: after the first time by its launches alone, without the
-    Python that led to them."""
+    """``rewrite_codes`` of the same tensors as often as it is called."""
+    # Launches alone would set no amaxes back to 0.
+    are_all = memory is not None or _needs_no_amaxes(plain, trans, x.shape[1])
+    return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory), x, codes, are_all=are_all)
+
+
+def repeating(
+    write: Callable[[], None], x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], *, are_all: bool = True
+) -> Callable[[], None]:
+    """``write`` of the codes of ``x`` as often as it is called: after the first time by its launches alone, without the Python
+    that led to them, if they ``are_all`` it does and it need not copy x."""
     launches: tuple[Again, ...] = ()
 
     @on_its_gpu
@@ -179,11 +183,11 @@ def rewriting(
         if launches:
             for again in launches:
                 again()
-            _tell_autograd(codes)
-        elif x.stride(1) == 1 and (memory is not None or _needs_no_amaxes(plain, trans, x.shape[1])):
-            launches = recorded(lambda: rewrite_codes(x, plain, trans, codes, memory))
-        else:  # launches alone would copy no matrix, and set no amaxes back to 0
-            rewrite_codes(x, plain, trans, codes, memory)
+            tell_autograd(codes)
+        elif are_all and x.stride(1) == 1:
+            launches = recorded(write)
+        else:
+            write()
 
     return partial(run, x)
 
@@ -205,11 +209,11 @@ def rewrite_codes(
     rows, cols = x.shape
     if memory is None or _needs_no_amaxes(plain, trans, cols):
         write_codes(x, plain, trans, codes)
-        _tell_autograd(codes)
+        tell_autograd(codes)
         return
     if plain.scaling == trans.scaling == "rowwise" and cols <= WIDEST_ROW:  # together, 1.2 times as long on an H200
-        _launch_rowwise(x, plain, codes, memory[0, :0])
-        _tell_autograd(codes[:2])
+        launch_rowwise(x, plain, codes[0], codes[1], memory[0, :0])
+        tell_autograd(codes[:2])
         rewrite_codes(x, Target.none(), trans, (*Target.none().empty(x), *codes[2:]), memory[:, rows:])
         return
     last, seen, outgrown = memory
@@ -220,26 +224,38 @@ def rewrite_codes(
         kernels.remember_kernel, (programs, 1, 1), seen, last, outgrown, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4
     )
     _launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
-    _tell_autograd(codes)
+    tell_autograd(codes)
 
 
-def _tell_autograd(codes: tuple[Tensor, ...]) -> None:
+def tell_autograd(codes: tuple[Tensor, ...]) -> None:
     """A kernel that writes into a tensor leaves no trace: a graph that saved it before would go on with what is there now."""
     for tensor in codes:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _launch_rowwise(x: Tensor, plain: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], noted: Tensor) -> None:
-    """Each row, which fits a program, by its own amax, which is ``noted`` where there is room."""
+def launch_rowwise(x: Tensor, plain: Target, codes: Tensor, scale: Tensor, noted: Tensor, *, power: bool = False) -> None:
+    """Each row, which fits a program, by its own amax, which is ``noted`` where there is room; ``power``: by the smallest power
+    of two that keeps it in the format."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), step = x.shape, rows_at_once(plain.contraction)
     launch(
         kernels.rowwise_kernel, (-(-plain.outer // step), 1, 1),
-        x, codes[0], codes[1], noted, rows, cols, x.stride(0), plain.outer, plain.contraction,
-        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), NOTED=noted.numel() > 0,
+        x, codes, scale, noted, rows, cols, x.stride(0), plain.outer, plain.contraction,
+        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), NOTED=noted.numel() > 0, POWER=power,
         num_warps=8 if plain.contraction > 1024 else 4,
     )  # fmt: skip
+
+
+def few_with_largest(bits: Tensor) -> Tensor:
+    """The largest of ``bits``, if need be among few others: every program of a pass reads all of them."""
+    from loka.kernels.triton import cast_kernels as kernels
+
+    if bits.numel() <= AMAXES_AT_ONCE:
+        return bits
+    largest = bits.new_empty(1)
+    launch(kernels.largest_kernel, (1, 1, 1), bits, largest, bits.numel(), AT_ONCE=LARGEST_AT_ONCE, num_warps=8)
+    return largest
 
 
 def _launch_cast(
@@ -326,7 +342,6 @@ def _empty_int8_rows(x: Tensor, outer: int, contraction: int) -> tuple[Tensor, T
 @fake_of("cast_e4m3")
 def _(
     x: Tensor,
-    amax: Tensor | None,
     plain_scaling: str,
     plain_outer: int,
     plain_contraction: int,

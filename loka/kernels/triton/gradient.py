@@ -13,18 +13,15 @@ from loka.kernels.operand import padded_size
 from loka.kernels.ops import fake_of, op
 from loka.kernels.triton.block import CODES_DTYPE, norm_blocks
 from loka.kernels.triton.launch import launch, on_its_gpu
+from loka.kernels.triton.share import ScaledCodes, share_scales
 from loka.kernels.triton.tiles import (
     GRADIENT_ROWS,
-    SHARED_TILE,
     Columns,
     NormBlocks,
     ceil_div,
     gradient_cols,
     gradient_steps,
-    power_of_two,
 )
-
-LARGEST_AT_ONCE = 1024
 
 
 class GradientCodes(NamedTuple):
@@ -39,14 +36,6 @@ class GradientCodes(NamedTuple):
     codes_NM: Tensor
     wgrad_scales: Tensor
     bias_N: Tensor
-
-
-class _BlockCodes(NamedTuple):
-    """What the first pass writes: e4m3 codes, the bits of a scale for each block of each row, each program's largest."""
-
-    codes: Tensor
-    scales: Tensor
-    largest: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,9 +64,9 @@ class _Grid:
     def programs(self) -> int:
         return self.groups * self.columns.count
 
-    def scratch(self, codes: Tensor, like: Tensor) -> _BlockCodes:
+    def scratch(self, codes: Tensor, like: Tensor) -> ScaledCodes:
         """Memory for the first pass; ``codes`` may be some that are there, or empty."""
-        return _BlockCodes(
+        return ScaledCodes(
             codes if codes.numel() else codes.new_empty((self.rows, padded_size(self.cols, 16))),
             like.new_empty((self.columns.count, self.rows), dtype=torch.int32),
             like.new_empty(self.programs, dtype=torch.int32),
@@ -119,7 +108,9 @@ def _block_gradient(
     made = grid.scratch(codes, dy)
     _launch_gradient(grid, dy, u, rstd, dy.new_empty(0), made, bias_sums, blocks, activation)
     if rows or transposed:
-        _share_scales(grid, made, scale, codes_t, wgrad_scales, norm=block is not None, x_factor=x_factor)
+        share_scales(
+            made, grid.columns, grid.tile_cols, dy.shape, scale, codes_t, wgrad_scales, norm=block is not None, factor=x_factor
+        )
     return out
 
 
@@ -149,7 +140,7 @@ def _norm_gradient(dy: Tensor, u: Tensor, rstd: Tensor, block: int) -> Tensor:
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     dz, blocks = _empty_gradient(dy, u, rstd, block), NormBlocks(dy.shape[1], block)
     nothing = dy.new_empty(0, dtype=torch.int32)
-    made, bias_sums = _BlockCodes(dy.new_empty(0, dtype=CODES_DTYPE), nothing, nothing), dy.new_empty(0, dtype=torch.float32)
+    made, bias_sums = ScaledCodes(dy.new_empty(0, dtype=CODES_DTYPE), nothing, nothing), dy.new_empty(0, dtype=torch.float32)
     _launch_gradient(_Grid.of(dy, blocks), dy, u, rstd, dz, made, bias_sums, blocks, "none")
     return dz
 
@@ -160,7 +151,7 @@ def _empty_gradient(dy: Tensor, u: Tensor, rstd: Tensor, block: int) -> Tensor:
 
 
 def _launch_gradient(
-    grid: _Grid, dy: Tensor, u: Tensor, rstd: Tensor, dz: Tensor, made: _BlockCodes, bias_sums: Tensor,
+    grid: _Grid, dy: Tensor, u: Tensor, rstd: Tensor, dz: Tensor, made: ScaledCodes, bias_sums: Tensor,
     blocks: NormBlocks | None, activation: str,
 ) -> None:  # fmt: skip
     """Into ``dz`` if it has room, else into what is ``made``."""
@@ -174,26 +165,6 @@ def _launch_gradient(
         NORM=blocks is not None, ROWS=GRADIENT_ROWS, STEPS=grid.steps, COLS=grid.tile_cols,
         WIDTH=grid.columns.width, WIDER=grid.columns.wider,
         ACTIVATION=activation, HIGH=dz.numel() > 0, BIAS=bias_sums.numel() > 0, EIGHTS=u.stride(0) % 8 == 0, num_warps=4,
-    )  # fmt: skip
-
-
-def _share_scales(
-    grid: _Grid, made: _BlockCodes, scale: Tensor, codes_t: Tensor, wgrad_scales: Tensor, *, norm: bool, x_factor: float
-) -> None:
-    """Codes as they lie get one ``scale`` a row, if it has room; transposed ones are written, if they have, with one for all,
-    which begins the first row of ``wgrad_scales``, times ``x_factor``; the second begins with 1."""
-    from loka.kernels.triton import gradient_kernels as kernels
-
-    tile_rows, tile_cols = SHARED_TILE[0], min(SHARED_TILE[1], grid.tile_cols)
-    parts, transposed, columns = ceil_div(grid.tile_cols, tile_cols), codes_t.numel() > 0, grid.columns
-    launch(
-        kernels.share_scales_kernel, (ceil_div(grid.rows, tile_rows) * columns.count * parts, 1, 1),
-        made.codes, codes_t.view(torch.int32) if transposed else codes_t, made.scales, made.largest, scale, wgrad_scales,
-        grid.rows, grid.cols, padded_size(grid.cols, 16), padded_size(grid.rows, 16), wgrad_scales.stride(0), columns.count,
-        grid.programs, x_factor,
-        NORM=norm, WIDTH=columns.width, WIDER=columns.wider, ROWS=tile_rows, COLS=tile_cols, PARTS=parts,
-        BLOCKS=power_of_two(columns.count), AT_ONCE=LARGEST_AT_ONCE,
-        PLAIN=scale.numel() > 0, TRANS=transposed, num_warps=4,
     )  # fmt: skip
 
 

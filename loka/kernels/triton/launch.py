@@ -99,9 +99,9 @@ def name_kernels() -> None:
     """
     import triton
 
-    from loka.kernels.triton import block_kernels, cast_kernels, codes, gemm_kernels, gradient_kernels
+    from loka.kernels.triton import block_kernels, cast_kernels, codes, gemm_kernels, gradient_kernels, share_kernels
 
-    for module in (codes, cast_kernels, gemm_kernels, block_kernels, gradient_kernels):
+    for module in (codes, cast_kernels, gemm_kernels, block_kernels, share_kernels, gradient_kernels):
         for function in vars(module).values():
             if isinstance(function, triton.JITFunction):
                 _ = function.cache_key

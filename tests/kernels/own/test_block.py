@@ -61,7 +61,7 @@ def check_forward(
     w_scale = torch.rand(n, 1, device=device) + 0.5
     x_scale = torch.rand(m, 1, device=device) + 0.5 if rowwise else None
     bias_N = 100 * torch.randn(n, device=device) if bias else torch.zeros(n, device=device)
-    wanted = Wanted(high, saved=torch.float32, amax=True) if blocks is None else ALL
+    wanted = Wanted(high, saved=torch.float32) if blocks is None else ALL
     out = block_forward(x, x_scale, 0.25, w, w_scale, bias_N if bias else None, m, k, blocks, EPS, activation, wanted)
     x_values = decode(x[:, :k], torch.float64) * 0.25 * (1 if x_scale is None else x_scale.double())
     w_values = decode(w[:, :k], torch.float64) * w_scale.double()
@@ -74,11 +74,10 @@ def check_forward(
 
 
 def check_outputs_without_norm(out: BlockOutputs, z: Tensor, z_error: Tensor, activation: str) -> None:
-    y, stored = FP64[activation](z), out.y_MN.float().abs()
+    y = FP64[activation](z)
     assert ((out.u_MN[:, : z.shape[1]].double() - z).abs() <= z_error + 1e-6 * z.abs()).all()
     rounding = torch.finfo(out.y_MN.dtype).eps * y.abs()
     assert ((out.y_MN.double() - y).abs() <= 1.5 * z_error + 1e-5 * z.abs() + rounding).all()  # 1.5: the steepest activation
-    assert torch.equal(out.amax.view(torch.float32), torch.cat([stored.amax(1), stored.amax(0)]))
     assert out.codes_MN.numel() == out.codes_NM.numel() == out.rstd_BM.numel() == 0
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.casts import AMAXES_AT_ONCE, cast_tile
-from loka.kernels.triton.gradient import LARGEST_AT_ONCE
+from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, cast_tile
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
     GRADIENT_ROWS,
@@ -68,11 +67,17 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
             "warps": 8 if tile.rows == 128 else 4, "stages": 3}  # fmt: skip
 
 
-def rowwise_case(rows: int, cols: int, codes: str = FP8) -> dict[str, Any]:
+def rowwise_case(rows: int, cols: int, codes: str = FP8, *, power: bool = False, x: str = BF16) -> dict[str, Any]:
     sizes = integers("rows", "cols", "row_stride", "padded_rows", "padded_cols")
     return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
-            "arguments": {"x_ptr": BF16, "codes_ptr": codes, "scale_ptr": FP32, "amax_ptr": INT32, **sizes},
-            "constants": {"ROWS": rows, "COLS": cols, "NOTED": True}}  # fmt: skip
+            "arguments": {"x_ptr": x, "codes_ptr": codes, "scale_ptr": FP32, "amax_ptr": INT32, **sizes},
+            "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power}}  # fmt: skip
+
+
+def largest_case() -> dict[str, Any]:
+    return {"module": "cast_kernels", "kernel": "largest_kernel", "stages": 3, "warps": 8,
+            "arguments": {"bits_ptr": INT32, "largest_ptr": INT32, "count": INT},
+            "constants": {"AT_ONCE": LARGEST_AT_ONCE}}  # fmt: skip
 
 
 def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16, codes: str = FP8) -> dict[str, Any]:
@@ -92,19 +97,19 @@ SERVING_BF16 = {"CODES": False, "CODES_T": False, "SAVED": False}
 
 
 def forward_case(
-    m: int, n: int, k: int, *, bias: bool = False, norm: bool = True, u: str = FP8, amax: bool = False, **forms: bool
+    m: int, n: int, k: int, *, bias: bool = False, norm: bool = True, u: str = FP8, **forms: bool
 ) -> dict[str, Any]:
     blocks, written = NormBlocks(n, 256) if norm else None, {**FORMS, **forms}
     tiles = choose_block_tiles(m, n, k, blocks, 132, forms=sum(written.values()))
     columns = Columns.of(n, blocks, tiles.cols)
     arguments = {
         "x_desc": tiles_of(tiles.rows), "w_desc": tiles_of(tiles.cols), "x_scale_ptr": FP32, "w_scale_ptr": FP32,
-        "bias_ptr": BF16, **OUTPUTS, "u_ptr": u, "amax_ptr": INT32, "eps": "fp32", "x_factor": "fp32",
+        "bias_ptr": BF16, **OUTPUTS, "u_ptr": u, "eps": "fp32", "x_factor": "fp32",
         "codes_per_unit": "fp32", **integers("m", "n", "k", "blocks", "codes_stride", "codes_t_stride"),
     }  # fmt: skip
     constants = {
         "NORM": norm, "ROWS": tiles.rows, "COLS": tiles.cols, "WIDTH": columns.width, "WIDER": columns.wider, "DEPTH": 128,
-        "PROMOTED": is_promoted(k), "X_ROWWISE": True, "HAS_BIAS": bias, "ACTIVATION": "hard_swish", **written, "AMAX": amax,
+        "PROMOTED": is_promoted(k), "X_ROWWISE": True, "HAS_BIAS": bias, "ACTIVATION": "hard_swish", **written,
         "PERSISTENT": grid(-(-m // tiles.rows) * columns.count, tiles, 132)[1],
     }  # fmt: skip
     return {"module": "block_kernels", "kernel": "block_forward_kernel", "arguments": arguments, "constants": constants,
@@ -112,8 +117,8 @@ def forward_case(
 
 
 def plain_case(m: int, n: int, k: int, **forms: bool) -> dict[str, Any]:
-    """Without a norm, in training: bf16 and its amaxes, and u for backward, which relu has in y."""
-    return forward_case(m, n, k, bias=True, norm=False, u=BF16, amax=True, CODES=False, CODES_T=False, **forms)
+    """Without a norm, in training: bf16, and u for backward, which relu has in y."""
+    return forward_case(m, n, k, bias=True, norm=False, u=BF16, CODES=False, CODES_T=False, **forms)
 
 
 def gradient_case(m: int, n: int, *, norm: bool = True, u: str = FP8, high: bool = False) -> dict[str, Any]:
@@ -132,19 +137,19 @@ def gradient_case(m: int, n: int, *, norm: bool = True, u: str = FP8, high: bool
             "warps": 4, "stages": 3}  # fmt: skip
 
 
-def shared_case(n: int, *, norm: bool = True) -> dict[str, Any]:
+def shared_case(n: int, *, norm: bool = True, plain: bool = True) -> dict[str, Any]:
     blocks = NormBlocks(n, 256) if norm else None
-    cols = gradient_cols(n, blocks)
+    cols = gradient_cols(n, blocks) if plain else SHARED_TILE[1]
     columns, (tile_rows, tile_cols) = Columns.of(n, blocks, cols), SHARED_TILE
     arguments = {
         "codes_ptr": FP8, "trans_words_ptr": INT32, "scale_ptr": INT32, "largest_ptr": INT32, "row_scale_ptr": FP32,
-        "wgrad_scales_ptr": FP32, "x_factor": "fp32",
-        **integers("m", "n", "codes_stride", "trans_stride", "scales_stride", "blocks", "programs"),
+        "trans_scale_ptr": FP32, "factor": "fp32",
+        **integers("m", "n", "codes_stride", "trans_stride", "scale_step", "one_step", "blocks", "largests"),
     }  # fmt: skip
     constants = {"NORM": norm, "WIDTH": columns.width, "WIDER": columns.wider, "ROWS": tile_rows, "COLS": min(tile_cols, cols),
-                 "PARTS": -(-cols // tile_cols), "BLOCKS": power_of_two(columns.count), "AT_ONCE": LARGEST_AT_ONCE,
-                 "PLAIN": True, "TRANS": True}  # fmt: skip
-    return {"module": "gradient_kernels", "kernel": "share_scales_kernel", "arguments": arguments, "constants": constants,
+                 "PARTS": -(-cols // tile_cols), "BLOCKS": power_of_two(columns.count), "AT_ONCE": AMAXES_AT_ONCE,
+                 "PLAIN": plain, "TRANS": True}  # fmt: skip
+    return {"module": "share_kernels", "kernel": "share_scales_kernel", "arguments": arguments, "constants": constants,
             "warps": 4, "stages": 3}  # fmt: skip
 
 
@@ -173,6 +178,8 @@ CASES = {
     "cast static both": cast_case("static", "static"),
     "cast wide rows": rowwise_case(1, 16384),
     "cast narrow rows": rowwise_case(16, 256),
+    "cast wide rows by powers of two": rowwise_case(1, 16384, power=True, x=FP32),
+    "cast narrow rows by powers of two": rowwise_case(16, 256, power=True),
     "cast wide rows to int8": rowwise_case(1, 16384, INT8),
     "cast narrow rows to int8": rowwise_case(16, 256, INT8),
     **{f"int8 gemm {t.rows}x{t.cols}": gemm_case(t, promoted=False, codes=INT8) for t in GEMM_TILES},
@@ -205,6 +212,8 @@ CASES = {
     "scales shared, small": shared_case(768),
     "scales shared, large": shared_case(4096),
     "scales shared, no norm": shared_case(4096, norm=False),
+    "scales shared, transposed alone": shared_case(4096, norm=False, plain=False),
+    "the largest": largest_case(),
     # What choose_tiles must not choose: its sums do not fit twice.
     "promoted 128x256": gemm_case(next(filter(is_widest, GEMM_TILES)), promoted=True),
 }
