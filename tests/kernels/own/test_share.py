@@ -25,7 +25,7 @@ def matrix(rows: int, cols: int, dtype: torch.dtype, device: torch.device, seed:
 
 def smallest_powers(amax: Tensor) -> Tensor:
     """That bring an amax to 448 or less, found by trying; 2⁻¹²⁶ for 0."""
-    powers = 2.0 ** torch.arange(-126, 120, dtype=torch.float64, device=amax.device)
+    powers = (2.0 ** torch.arange(-126, 120, dtype=torch.float64)).to(amax.device)  # a GPU's are off by a last bit
     return powers[torch.searchsorted(448 * powers, amax.double())]
 
 
