@@ -3,23 +3,26 @@
 import pytest
 import torch
 
-from loka.kernels.triton import block, casts, gemm, gradient
+from loka.kernels.triton import block, casts, gemm, gradient, share
 
-REGISTERED_BY = (block, casts, gemm, gradient)  # importing them is what makes torch know these
+REGISTERED_BY = (block, casts, gemm, gradient, share)  # importing them is what makes torch know these
 
 
 def cases() -> dict[str, tuple[object, ...]]:
     """Arguments, by the name of an op and maybe more words."""
     a, b = torch.randn(20, 32).to(torch.float8_e4m3fn), torch.randn(24, 32).to(torch.float8_e4m3fn)
     return {
-        "cast_e4m3": (torch.randn(20, 30), None, "rowwise", 20, 32, 1.0, "1x128", 32, 32, 1.0),
+        "cast_e4m3": (torch.randn(20, 30), "rowwise", 20, 32, 1.0, "1x128", 32, 32, 1.0),
+        "cast_by_rows": (torch.randn(20, 30), True),
+        "cast_by_rows by powers of two": (torch.randn(3, 520), True),
+        "cast_by_rows not transposed": (torch.randn(3, 520), False),
         "cast_int8_rows": (torch.randn(20, 30), 32, 32),
         "scaled_gemm": (a, b, torch.ones(20, 1), torch.ones(1, 1), torch.randn(24), 20, 24, 32, torch.bfloat16, True, 0.5),
         "block_forward": (
-            a, None, 0.5, b, torch.ones(24), None, 20, 32, 256, 1e-5, "relu", torch.bfloat16, True, True, None, False,
+            a, None, 0.5, b, torch.ones(24), None, 20, 32, 256, 1e-5, "relu", torch.bfloat16, True, True, None,
         ),
         "block_forward without norm": (
-            a, None, 0.5, b, torch.ones(24), None, 20, 32, None, 0.0, "relu", torch.float32, False, False, torch.bfloat16, True,
+            a, None, 0.5, b, torch.ones(24), None, 20, 32, None, 0.0, "relu", torch.float32, False, False, torch.bfloat16,
         ),
         "norm_forward": (torch.randn(20, 30), 256, 1e-5, "none", None, True, True, torch.float8_e4m3fn),
         "block_gradient": (torch.randn(20, 24), torch.randn(20, 32).to(torch.float8_e4m3fn), torch.ones(1, 20),
