@@ -10,7 +10,7 @@ Without a norm u = z, and a block is as many features as a tile has columns.
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.codes import let_next_kernel_start, to_e4m3, wait_for_kernels_before
+from loka.kernels.triton.codes import let_next_kernel_start, saturated_fma, to_e4m3, wait_for_kernels_before
 from loka.kernels.triton.gemm_kernels import contract, tile_of
 
 
@@ -32,14 +32,15 @@ def columns_of(block, n, offset_N, NORM: tl.constexpr, WIDTH: tl.constexpr, WIDE
 
 
 @triton.jit
-def _activate(u, ACTIVATION: tl.constexpr):
+def _activate(scaled, z, rstd, ACTIVATION: tl.constexpr):
+    """The activation of u = z·rstd, in the units of ``scaled``, which is u in any: none of them cares but the gate."""
     if ACTIVATION == "hard_swish":
-        return u * tl.clamp(u + 3.0, 0.0, 6.0) * (1.0 / 6.0)
+        return scaled * saturated_fma(z, rstd * (1.0 / 6.0), 0.5)
     elif ACTIVATION == "relu":
-        return tl.maximum(u, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(scaled, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         tl.static_assert(ACTIVATION == "none")
-        return u
+        return scaled
 
 
 @triton.jit
@@ -53,27 +54,27 @@ def _finish_and_store(
 
     HIGH is y in high precision; CODES are its e4m3 codes and CODES_T their transpose; SAVED is what backward needs: u, as codes
     or wider, and rstd (blocks × M). All codes have one constant scale, 1/``codes_per_unit``, which only a norm's bound makes
-    possible.
+    possible; with a norm all is computed in their units.
     """
     row = index_M.to(tl.int64)
     stored = (index_M < m)[:, None] & inside_N[None, :]
-    u_MN = z_MN
     if NORM:
         rstd_M = 1.0 / tl.sqrt(tl.sum(z_MN * z_MN, axis=1) / size + eps)
-        u_MN = z_MN * rstd_M[:, None]
+        u_MN = z_MN * (rstd_M * codes_per_unit)[:, None]
+        y_MN = _activate(u_MN, z_MN, rstd_M[:, None], ACTIVATION)
+        unit = 1.0 / codes_per_unit
         if SAVED:
             tl.store(rstd_ptr + block * m + index_M, rstd_M, mask=index_M < m)
+    else:
+        u_MN, unit = z_MN, 1.0
+        y_MN = _activate(z_MN, z_MN, 1.0, ACTIVATION)
     if SAVED:
-        if u_ptr.dtype.element_ty == tl.float8e4nv:
-            saved_MN = to_e4m3(u_MN * codes_per_unit)
-        else:
-            saved_MN = u_MN.to(u_ptr.dtype.element_ty)
+        saved_MN = to_e4m3(u_MN) if u_ptr.dtype.element_ty == tl.float8e4nv else (u_MN * unit).to(u_ptr.dtype.element_ty)
         tl.store(u_ptr + row[:, None] * codes_stride + index_N[None, :], saved_MN, mask=stored)
-    y_MN = _activate(u_MN, ACTIVATION)
     if HIGH:
-        tl.store(y_ptr + row[:, None] * n + index_N[None, :], y_MN.to(y_ptr.dtype.element_ty), mask=stored)
+        tl.store(y_ptr + row[:, None] * n + index_N[None, :], (y_MN * unit).to(y_ptr.dtype.element_ty), mask=stored)
     if CODES or CODES_T:
-        codes_MN = to_e4m3(y_MN * codes_per_unit)
+        codes_MN = to_e4m3(y_MN)
         if CODES:
             tl.store(codes_ptr + row[:, None] * codes_stride + index_N[None, :], codes_MN, mask=stored)
         if CODES_T:  # up to the stride, so that whole vectors are stored; what is past the batch is never read
@@ -83,24 +84,39 @@ def _finish_and_store(
 
 
 @triton.jit
+def _vector(ptr, index, inside):
+    return tl.load(ptr + index, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _product(
     tile, x_desc, w_desc, x_scale_ptr, w_scale_ptr, bias_ptr, m, n, k, blocks, x_factor,
     NORM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, DEPTH: tl.constexpr,
-    PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, STARTS_NEXT: tl.constexpr,
+    PROMOTED: tl.constexpr, X_ROWWISE: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """z of one tile (0 outside its block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE."""
+    """z of one tile (0 outside its block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE.
+
+    ONE_TILE: the program has no other. Then scales and bias are asked for in front of the contraction, and arrive under it;
+    among several tiles, in one loop with theirs, they would take its registers.
+    """
     tile_m, block = tile_of(tile, tl.cdiv(m, ROWS), blocks)
     first_n, index_N, inside_N, size = columns_of(block, n, tl.arange(0, COLS), NORM, WIDTH, WIDER)
-    sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED, INT8=False)
-    if STARTS_NEXT:
-        let_next_kernel_start()
     index_M = tile_m * ROWS + tl.arange(0, ROWS)
-    w_scale_N = tl.load(w_scale_ptr + index_N, mask=inside_N, other=0.0) * x_factor
-    z_MN = tl.where(inside_N[None, :], sum_MN * w_scale_N[None, :], 0.0)
+    w_scale_N = _vector(w_scale_ptr, index_N, inside_N) if ONE_TILE else 0.0
+    x_scale_M = _vector(x_scale_ptr, index_M, index_M < m) if ONE_TILE and X_ROWWISE else 0.0
+    bias_N = _vector(bias_ptr, index_N, inside_N) if ONE_TILE and HAS_BIAS else 0.0
+    sum_MN = contract(x_desc, w_desc, tile_m * ROWS, first_n, 0, k, ROWS, COLS, DEPTH, PROMOTED, INT8=False)
+    if ONE_TILE:
+        let_next_kernel_start()
+    else:
+        w_scale_N = _vector(w_scale_ptr, index_N, inside_N)
+    z_MN = tl.where(inside_N[None, :], sum_MN * (w_scale_N * x_factor)[None, :], 0.0)
     if X_ROWWISE:
-        z_MN *= tl.load(x_scale_ptr + index_M, mask=index_M < m, other=0.0)[:, None]
+        x_scale_M = x_scale_M if ONE_TILE else _vector(x_scale_ptr, index_M, index_M < m)
+        z_MN *= x_scale_M[:, None]  # pyrefly: ignore[bad-index]
     if HAS_BIAS:
-        z_MN += tl.load(bias_ptr + index_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
+        bias_N = bias_N if ONE_TILE else _vector(bias_ptr, index_N, inside_N)
+        z_MN += bias_N[None, :]  # pyrefly: ignore[bad-index]
     return z_MN, index_M, index_N, inside_N, size, block
 
 

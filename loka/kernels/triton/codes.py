@@ -101,6 +101,14 @@ def divide(x, scale, inverse):
 
 
 @triton.jit
+def saturated_fma(x, slope, offset):
+    """x·slope + offset, cut to [0, 1], in one instruction; 0 of NaN."""
+    if INTERPRETED:
+        return tl.clamp(tl.where(x == x, x * slope + offset, 0.0), 0.0, 1.0)
+    return tl.inline_asm_elementwise("fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, slope, offset], tl.float32, True, 1)
+
+
+@triton.jit
 def to_e4m3(x):
     """Round FP32 to the nearest e4m3 value, ties to even; past the maximum saturate, NaN stays NaN."""
     if INTERPRETED:  # its own down-cast loses carries and NaNs, so the code is put together from its parts

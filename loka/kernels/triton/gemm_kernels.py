@@ -39,15 +39,14 @@ def contract(
 
 
 @triton.jit
-def _times_scales(sum_MN, scale_ptr, index, size, ALONG: tl.constexpr, SCALES: tl.constexpr):
-    """Times one scale for each ``index`` of the rows (ALONG 0) or columns (1), times one for all, or as it is."""
+def _scales(scale_ptr, index, size, factor, SCALES: tl.constexpr):
+    """``factor`` times one scale for each ``index``, times one for all, or as it is."""
     if SCALES == "rows":
-        scale = tl.load(scale_ptr + index, mask=index < size, other=0.0)
-        return sum_MN * (scale[:, None] if ALONG == 0 else scale[None, :])
+        return tl.load(scale_ptr + index, mask=index < size, other=0.0) * factor
     elif SCALES == "one":
-        return sum_MN * tl.load(scale_ptr)
+        return tl.full(index.shape, factor, tl.float32) * tl.load(scale_ptr)
     else:
-        return sum_MN
+        return tl.full(index.shape, factor, tl.float32)
 
 
 @triton.jit
@@ -62,8 +61,8 @@ def _finish_part(
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     index_M, index_N = first_m + tl.arange(0, sum_MN.shape[0]), first_n + tl.arange(0, sum_MN.shape[1])
-    out_MN = _times_scales(sum_MN * b_factor, a_scale_ptr, index_M, m, 0, A_SCALES)
-    out_MN = _times_scales(out_MN, b_scale_ptr, index_N, n, 1, B_SCALES)
+    out_MN = sum_MN * _scales(a_scale_ptr, index_M, m, 1.0, A_SCALES)[:, None]
+    out_MN *= _scales(b_scale_ptr, index_N, n, b_factor, B_SCALES)[None, :]
     if HAS_BIAS:
         out_MN += tl.load(bias_ptr + index_N, mask=index_N < n, other=0.0).to(tl.float32)[None, :]
     store(out_ptr, out_MN, index_M, index_N, m, n)
