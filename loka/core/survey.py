@@ -19,7 +19,7 @@ from loka.core.vectors import read_vectors, write_vectors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/1"
+SCHEMA = "loka.survey/2"  # 1 had no misread_backward: there is nothing to make it from
 Times = dict[int, float]  # M → µs
 
 

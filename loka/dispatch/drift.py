@@ -41,6 +41,7 @@ class SiteCasts:
 
     casts: Mapping[Role, tuple[Cast, Cast]]
     transform: Transform = Transform.NONE
+    x_of_wgrad: Cast | None = None  # of a block, whose gradient is not seen
 
     @classmethod
     def of(cls, executor: SiteExecutor) -> "SiteCasts":
@@ -56,9 +57,10 @@ class SiteCasts:
 
     @classmethod
     def of_block(cls) -> "SiteCasts":
-        """A fused block casts its input with a scale a row; what it hands on in codes its norm has bounded: it cannot drift."""
+        """A fused block casts its input with a scale a row, and for wgrad with one for all. What it hands on in codes its norm
+        has bounded: that cannot drift."""
         rowwise = Cast(Format.E4M3, Scaling.ROWWISE)
-        return cls({Role.FPROP: (rowwise, rowwise)})
+        return cls({Role.FPROP: (rowwise, rowwise)}, x_of_wgrad=Cast(Format.E4M3, Scaling.TENSORWISE))
 
 
 def predicted_errors(
@@ -85,6 +87,8 @@ def predicted_errors(
         errors[role] = mere_floored(reference + error, reference, axis=FLOOR_AXIS[role])
         if energy_K is not None and role is Role.FPROP:
             errors[role] = torch.maximum(errors[role], _feature_error(changed[0], operands[0], energy_K))
+    if energy_K is not None and site.x_of_wgrad is not None:
+        errors[Role.WGRAD] = _feature_error(x_RK, site.x_of_wgrad(x_RK), energy_K)
     return errors
 
 

@@ -9,7 +9,7 @@ move 1 % of relu's inputs across 0, which is an error of 0.3 in dgrad whichever 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Scaling
 from loka.core.record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
-from loka.kernels.triton.casts import WIDEST_ROW
-from loka.kernels.triton.share import POWERS_FROM
+from loka.kernels.triton.share import has_powers
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block, room_to_compile
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
 from loka.measure.parts import told
@@ -28,9 +27,9 @@ from loka.measure.timing import copies_past_cache, time_together
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
-from loka.numerics.formats import decode, encode, info, torch_dtype
+from loka.numerics.formats import torch_dtype
 from loka.numerics.metrics import flushed_share, measure_error, misread_share, saturated_share, silenced_share
-from loka.numerics.scaling import dequantize, quantize
+from loka.numerics.scaling import Quantized, dequantize, quantize
 
 
 class Blocks:
@@ -76,7 +75,7 @@ class Blocks:
             if index < LOST_SAMPLES:
                 errors[Role.FPROP].add_lost(*_lost(tensors.x, block.weight.detach()))
                 if tensors.dy is not None:
-                    misread = max(misread, exact.misread_backward(tensors.x, tensors.dy))
+                    misread = max(misread, exact.misread_backward(tensors.x, tensors.dy, site.roles))
             for role, error in errors.items():
                 error.samples.add(measure_error(got[role], expected[role], role))
         return errors, misread
@@ -109,36 +108,45 @@ class _Exact:
         outputs = _outputs(lambda x: self._behind(F.linear(x, self._weight_NK) + moved_MN), self._weight_NK, x_MK, dy_MN)
         return outputs | {Role.FPROP: self._behind(F.linear(x_MK, self._weight_NK)).detach()}
 
-    def misread_backward(self, x_MK: Tensor, dy_MN: Tensor) -> float:
-        """The share of features that a cast with one scale for all values distorts: of x or dz, as wgrad reads them, or of w,
-        in either order, as dgrad does."""
+    def misread_backward(self, x_MK: Tensor, dy_MN: Tensor, roles: Collection[Role]) -> float:
+        """The share of features that a cast with one scale for all values distorts: of x or dz, if wgrad reads them, or of w,
+        in either order, if dgrad does."""
         z_MN = F.linear(x_MK.double(), self._weight_NK).detach().requires_grad_()
         (dz_MN,) = torch.autograd.grad(self._behind(z_MN), z_MN, dy_MN.double())
         weight_NK = self._weight_NK.detach()
-        return max(_misread(tensor).item() for tensor in (x_MK, dz_MN, weight_NK, weight_NK.t()))
+        read = {
+            Role.WGRAD: [(x_MK, _by_one(x_MK, self._block.in_features)), (dz_MN, _by_power(dz_MN))],
+            Role.DGRAD: [(w, _by_one(w, self._block.in_features)) for w in (weight_NK, weight_NK.t())],
+        }
+        return max((misread_share(*pair).item() for role in roles for pair in read.get(role, ())), default=0.0)
 
     def _behind(self, product_MN: Tensor) -> Tensor:
         z_MN = product_MN if self._bias_N is None else product_MN + self._bias_N
         return block_epilogue(z_MN, self._block.norm, self._block.activation)
 
 
+def _by_rows(tensor: Tensor) -> Quantized:
+    """As a block reads its input and its weight in forward."""
+    return quantize(tensor, Format.E4M3, Scaling.ROWWISE, powers=has_powers(tensor.shape[1]))
+
+
+def _by_one(tensor: Tensor, in_features: int) -> Quantized:
+    """The same in backward, with one scale for all; rows of ``in_features`` were cast before."""
+    return quantize(tensor.float(), Format.E4M3, Scaling.TENSORWISE, powers=has_powers(in_features))
+
+
+def _by_power(dz_MN: Tensor) -> Quantized:
+    """The gradient as wgrad reads it."""
+    return quantize(dz_MN.float(), Format.E4M3, Scaling.TENSORWISE, powers=True)
+
+
 def _cast(tensor: Tensor) -> Tensor:
-    """As a block reads its input and its weight: e4m3, a scale a row, of long rows the smallest power of two that keeps it."""
-    if not POWERS_FROM <= tensor.shape[1] <= WIDEST_ROW:
-        return dequantize(quantize(tensor, Format.E4M3, Scaling.ROWWISE), torch.float64)
-    scale = torch.exp2((tensor.double().abs().amax(1, keepdim=True) / info(Format.E4M3).max).log2().ceil())
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
-    return decode(encode((tensor / scale).float(), Format.E4M3), torch.float64) * scale
-
-
-def _misread(tensor: Tensor) -> Tensor:
-    tensor = tensor.float()
-    return misread_share(tensor, quantize(tensor, Format.E4M3, Scaling.TENSORWISE))
+    return dequantize(_by_rows(tensor), torch.float64)
 
 
 def _lost(x_MK: Tensor, weight_NK: Tensor) -> tuple[float, float, float]:
     """The shares of values that the casts flush and saturate, the larger of both operands', and of x's features silenced."""
-    (x, x_cast), (w, w_cast) = ((tensor, quantize(tensor, Format.E4M3, Scaling.ROWWISE)) for tensor in (x_MK, weight_NK))
+    (x, x_cast), (w, w_cast) = ((tensor, _by_rows(tensor)) for tensor in (x_MK, weight_NK))
     flushed = max(flushed_share(x, x_cast).item(), flushed_share(w, w_cast).item())
     saturated = max(saturated_share(x, x_cast).item(), saturated_share(w, w_cast).item())
     return flushed, saturated, silenced_share(x, x_cast).item()

@@ -70,7 +70,8 @@ def silenced_share(x: Tensor, q: Quantized) -> Tensor:
 def misread_share(x: Tensor, q: Quantized) -> Tensor:
     """The share of features (columns of ``x``) whose cast is off by more than half their norm.
 
-    For a sum over rows: there a feature is what its large values say, and it may lose all the small ones.
+    For a sum over rows: there a feature is what its large values say, and it may lose all the small ones (as far as the other
+    operand's rows are not larger for them).
     """
     x = x.to(torch.float64)
     off_K = (dequantize(q, torch.float64) - x).square().sum(0)

@@ -61,6 +61,16 @@ def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     return torch.where(amax.isfinite(), scale, math.nan)
 
 
+def power_from_amax(amax: Tensor, format: Format) -> Tensor:
+    """The smallest power of two that brings ``amax`` within the format: FP32's smallest normal number for an amax of 0, NaN for
+    one that is not finite. Put together from its bits, for on a GPU a power need not be exact."""
+    mantissa, exponent = torch.frexp(amax)
+    of_largest, exponent_of_largest = math.frexp(info(format).max)
+    power = exponent - exponent_of_largest + (mantissa > of_largest)
+    scale = ((torch.where(amax == 0, -126, power).clamp(min=-126) + 127) << 23).to(torch.int32).view(torch.float32)
+    return torch.where(amax.isfinite(), scale, math.nan)
+
+
 def expand_scale(scale: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
     """Each value's own scale, for a tensor of ``shape``."""
     (grid_rows, _), (grid_cols, _) = _grid(shape, scaling)
@@ -74,8 +84,11 @@ def expand_scale(scale: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tenso
     return scale.expand(*shape)
 
 
-def quantize(x: Tensor, format: Format, scaling: Scaling, *, static_scale: float | Tensor | None = None) -> Quantized:
-    """Cast ``x`` (R×C) to ``format``, with scales from its own magnitudes, or with ``static_scale`` for STATIC.
+def quantize(
+    x: Tensor, format: Format, scaling: Scaling, *, static_scale: float | Tensor | None = None, powers: bool = False
+) -> Quantized:
+    """Cast ``x`` (R×C) to ``format``, with scales from its own magnitudes, ``powers`` of two or those that use the whole range,
+    or with ``static_scale`` for STATIC.
 
     A static scale covers what it covers: finite values past its range saturate, NaN and ±inf follow ``encode`` (int8 has
     no code for them, so there they make the scale NaN).
@@ -86,7 +99,7 @@ def quantize(x: Tensor, format: Format, scaling: Scaling, *, static_scale: float
         given = "without one" if static_scale is None else f"with {scaling} scaling"
         raise InvalidInput(f"static_scale belongs to static scaling and to no other, got a call {given}")
     if static_scale is None:
-        scale = scale_from_amax(amax(x, scaling), format)
+        scale = (power_from_amax if powers else scale_from_amax)(amax(x, scaling), format)
         return Quantized(encode(x.float() / expand_scale(scale, scaling, x.shape), format), scale, format, scaling)
 
     scale = _static_scale(static_scale, x.device)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from loka.core.plan import Goal
 from loka.core.survey import Survey
@@ -118,6 +119,7 @@ class ModelBench:
         """Build the model, do what the arm asks, compile it and run it twice."""
         begin, on_cuda = time.perf_counter(), self.device.type == "cuda"
         batches = list(islice(self.data.train(cell.batch_size), 2))
+        release_memory(self.device)
         survey = self._survey(cell, arm, batches) if arm.is_planned else None
         release_memory(self.device)
         before = torch.cuda.memory_allocated(self.device) if on_cuda else 0
@@ -177,8 +179,11 @@ class ModelBench:
 
 def _reason(error: BaseException) -> str:
     """In a line: what was at the bottom of it, where torch.compile wraps another error in its own."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    while isinstance(error, TorchDynamoException):
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -72,7 +72,7 @@ def _dense_speedups(cells: Cells) -> str:
     table = []
     for cell, rows in cells.items():
         if shares := rows.get(BASELINE, {}).get("shares"):
-            besides = sum(shares[kind] for kind in (Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT))
+            besides = sum(shares.get(kind, 0.0) for kind in (Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT))
             table.append([*_names(cell), *(_dense_speedup(rows.get(arm), besides) for arm in arms)])
     return markdown_table(["model", "preset", "batch", *arms], table)
 
@@ -80,7 +80,10 @@ def _dense_speedups(cells: Cells) -> str:
 def _dense_speedup(row: dict[str, Any] | None, besides: float) -> str:
     if row is None or "failed" in row:
         return _speedup(row)
-    return f"{(1 - besides) / (1 / row['speedup'] - besides):.2f}"
+    left = 1 / row["speedup"] - besides
+    if left <= 0:  # a step as fast as what no arm changes: the profile's shares do not hold for it
+        return "–"
+    return f"{(1 - besides) / left:.2f}" + ("" if row["is_graph"] else "*")
 
 
 def _memory(cells: Cells) -> str:

@@ -153,6 +153,19 @@ def test_a_feature_that_is_flushed_counts_with_its_share_of_the_record() -> None
     assert without[Role.FPROP] < 0.05  # the output alone does not show it
 
 
+def test_a_blocks_input_is_judged_as_wgrad_reads_it() -> None:
+    """One row a million times as large: row scales do not notice, and one scale for all flushes every other row."""
+    x, w = torch.randn(256, 32), torch.randn(16, 32)
+    energy = feature_energy(x, w, Transform.NONE, None)
+    sound = predicted_errors(SiteCasts.of_block(), x, None, w, None, energy)
+    assert 0.01 < float(sound[Role.WGRAD]) < 0.05
+    grown = x.clone()
+    grown[3, 5] = 1e6
+    errors = predicted_errors(SiteCasts.of_block(), grown, None, w, None, energy)
+    assert float(errors[Role.FPROP]) < 0.2
+    assert float(errors[Role.WGRAD]) > 0.9
+
+
 def test_mistakes_get_a_message() -> None:
     model = tower()
     record = record_of(model)

@@ -43,6 +43,7 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
     monkeypatch.setattr("loka.measure.block.time_together", times)
     monkeypatch.setattr("loka.measure.block._cast", torch.Tensor.double)  # it runs where no cast has led it
+    monkeypatch.setattr("loka.measure.block_parts.cast_input", lambda x, transposed: x)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     site = site_record("a", weight(96, 64), **behind, has_bias=True, bias_N=torch.ones(96))
     blocks = Blocks(Format.FP32, torch.device("cpu"))
@@ -62,11 +63,12 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     assert [gradient.shape for gradient in calls["training"](0)] == [(96, 64), (96,)]
 
 
-def test_gradients_are_exact_where_the_forward_casts_led(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("k", [64, 512], ids=["rows by their amaxes", "rows by powers of two"])
+def test_gradients_are_exact_where_the_forward_casts_led(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts move inputs of relu across 0: beside the gradients at the exact point those of any FP8 block look unsafe."""
     emulate(monkeypatch)
     monkeypatch.setattr(Blocks, "_time", lambda *_: dict.fromkeys(TIMED, 1.0))
-    site = site_record("a", weight(96, 64), **WITHOUT_NORM)
+    site = site_record("a", weight(96, k), **WITHOUT_NORM)
     (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [256])
     assert all(0.03 < block.error[role]["mere_floored"].mean < 0.1 for role in Role)  # healthy e4m3
     monkeypatch.setattr("loka.measure.block._cast", torch.Tensor.double)
@@ -89,24 +91,61 @@ def test_what_its_casts_lose_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (block.flushed, block.silenced) == (pytest.approx(7 / 8), pytest.approx(7 / 8))
 
 
-@pytest.mark.parametrize("lost", ["gradient", "weight", "small rows of the gradient", "nothing"])
+@pytest.mark.parametrize("lost", ["input", "gradient", "weight", "small rows of the gradient", "nothing"])
 def test_features_that_backward_would_misread_are_counted(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of dz has one scale, and all of the transposed weight: three features of four, 2⁻²⁴ times as large as the last, are
-    gone from dw, or from dx, and the error of the whole does not show it. A sum over rows loses nothing with small ones."""
+    """All of x and dz has one scale, and all of the transposed weight: three features of four, 2⁻²⁴ times as large as the last,
+    are gone from dw, or from dx, and the error of the whole does not show it. A sum over rows loses nothing with small ones."""
     emulate(monkeypatch)
     monkeypatch.setattr(Blocks, "_time", lambda *_: dict.fromkeys(TIMED, 1.0))
     small = torch.ones(32).masked_fill_(torch.arange(32) % 4 > 0, 2.0**-24)
 
     def draw(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         x, dy = (torch.randn(rows, 32, generator=generator) for _ in range(2))
+        x = x * small if lost == "input" else x
         if lost == "small rows of the gradient":
             dy[rows // 4 :] *= 2.0**-24
         return x, dy * small if lost == "gradient" else dy
 
     w = weight(32, 32) * (small if lost == "weight" else 1.0)
     (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", w, draw, **WITHOUT_NORM), [256])
-    assert block.misread_backward == (0.75 if lost in ("gradient", "weight") else 0.0)
-    assert block.error[Role.WGRAD]["mere_floored"].mean < 0.1
+    assert block.misread_backward == (0.75 if lost in ("input", "gradient", "weight") else 0.0)
+    assert lost == "input" or block.error[Role.WGRAD]["mere_floored"].mean < 0.1
+
+
+@pytest.mark.parametrize(("lost", "needed"), [("input", {"needs_dx": False}), ("weight", {"needs_dw": False})])
+def test_only_what_backward_reads_is_judged(lost: str, needed: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """x by wgrad and w by dgrad: where the weight does not learn, or nothing in front does, what it loses is lost to nobody."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(Blocks, "_time", lambda *_: dict.fromkeys(TIMED, 1.0))
+    small = torch.ones(32).masked_fill_(torch.arange(32) % 4 > 0, 2.0**-24)
+
+    def draw(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x, dy = (torch.randn(rows, 32, generator=generator) for _ in range(2))
+        return x * small if lost == "input" else x, dy
+
+    def misread(**needs: bool) -> float:
+        site = site_record("a", weight(32, 32) * (small if lost == "weight" else 1.0), draw, **WITHOUT_NORM)
+        (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(dataclasses.replace(site, **needs), [256])
+        return block.misread_backward
+
+    assert misread() == misread(**needed) == 0.75
+    other = {"needs_dw": False} if lost == "input" else {"needs_dx": False}
+    assert misread(**other) == 0
+
+
+def test_what_powers_of_two_flush_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An amax a little over 448 has a scale of 1, and 2 is the power above it: 0.7 of e4m3's smallest is gone by the latter,
+    which rows of 512 have."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(Blocks, "_time", lambda *_: dict.fromkeys(TIMED, 1.0))
+
+    def draw(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.full((rows, 512), 0.7 * 2.0**-9)
+        x[:, 0] = 448 * 1.01
+        return x, torch.randn(rows, 8, generator=generator)
+
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", torch.ones(8, 512), draw, **WITHOUT_NORM), [32])
+    assert (block.flushed, block.silenced) == (pytest.approx(511 / 512), pytest.approx(511 / 512))
 
 
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

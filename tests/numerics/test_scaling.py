@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loka.core.errors import InvalidInput
 from loka.core.recipe import Format, Scaling
 from loka.numerics.formats import decode, info, torch_dtype
-from loka.numerics.scaling import amax, dequantize, expand_scale, quantize, scale_from_amax, transpose
+from loka.numerics.scaling import amax, dequantize, expand_scale, power_from_amax, quantize, scale_from_amax, transpose
 
 EIGHT_BIT = [format for format in Format if format.is_8bit]
 DYNAMIC = [scaling for scaling in Scaling if scaling not in (Scaling.NONE, Scaling.STATIC)]
@@ -258,3 +258,17 @@ def test_bad_input_is_refused_with_the_way_out():
 def test_a_static_scale_that_fp32_cannot_hold_is_refused(unusable):
     with pytest.raises(InvalidInput, match="positive normal FP32 number"):
         quantize(torch.ones(2, 2), Format.E4M3, Scaling.STATIC, static_scale=unusable)
+
+
+@given(st.floats(0, 2.0**127, width=32), st.sampled_from(EIGHT_BIT))
+def test_powers_are_the_smallest_that_cover_an_amax(largest, format):
+    powers = [2.0**n for n in range(-126, 128)]
+    smallest = next(power for power in powers if largest <= info(format).max * power)
+    assert float(power_from_amax(torch.tensor(largest), format)) == smallest
+
+
+@pytest.mark.parametrize("format", EIGHT_BIT)
+def test_powers_of_values_that_are_not_finite_are_nan(format):
+    assert power_from_amax(torch.tensor([math.inf, math.nan]), format).isnan().all()
+    x = torch.tensor([[1.0, 3.0], [2.0, math.nan]])
+    assert quantize(x, format, Scaling.ROWWISE, powers=True).scale.isnan().tolist() == [[False], [True]]

@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from cyclopts import CoercionError
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
 from loka.cli import app
 from loka.core.environment import current_environment
-from loka.core.errors import UnknownName
+from loka.core.errors import InvalidFile, UnknownName
 from loka.core.plan import Goal
 from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
@@ -59,16 +60,23 @@ def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
     assert kept["loka"]["did"] == measured["loka"]["did"]
 
 
-def test_an_arm_that_fails_says_what_was_at_the_bottom_of_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("wrapping", "told"),
+    [
+        (Unsupported("when making a call\n  Explanation: …"), "sizes must be multiples of 16"),
+        (BackendCompilerFailed(print, ValueError("no such kernel"), None), "no such kernel"),
+        (BackendCompilerFailed(print, torch.OutOfMemoryError("tried to allocate 2 GiB"), None), "out of memory"),
+        (InvalidFile("another version's: make it again"), "another version's: make it again"),
+    ],
+    ids=["traced", "compiled", "out of memory", "ours"],
+)
+def test_an_arm_that_fails_says_why_and_not_that_torch_compile_did(wrapping, told):
     def fails(subject: object) -> str:
-        try:
-            raise ValueError("sizes must be multiples of 16\nby the way")
-        except ValueError as error:
-            raise RuntimeError("when making a call\n  Explanation: …") from error
+        raise wrapping from ValueError("sizes must be multiples of 16\nby the way")
 
     arm = replace(ARMS["mods"], prepare=fails)
     rows = dict(ModelBench(CPU, timed_steps=2).measure(Cell("dlrm", "tiny", 16, Goal.SERVING), [arm]))
-    assert rows["mods"] == {"failed": "sizes must be multiples of 16"}
+    assert rows["mods"] == {"failed": told}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +186,16 @@ class TestTables:
         assert "- loka: 7 of 9 sites (wukong/base/2048/training)" in tables
         assert "- fbgemm: could not run: no library" in tables
         assert "Serving" not in tables
+
+    @pytest.mark.parametrize(("speedup", "is_graph", "told"), [(1.5, False, "2.00*"), (3.0, True, "–"), (4.0, True, "–")])
+    def test_dense_speedups_where_the_step_was_launched_or_is_nothing_but_what_stays(self, tmp_path, speedup, is_graph, told):
+        results = GatheredResults(tmp_path, "model", current_environment(device_of(CPU)), "loka bench model")
+        about = {"model": "wukong", "preset": "base", "batch_size": 2048, "goal": "training", "did": "", "is_graph": is_graph}
+        shares = {Kind.GEMM: 2 / 3, Kind.OPTIMIZER: 1 / 3, Kind.ELEMENTWISE: 0.0}
+        base = {"arm": "bf16", "time_us": {"median_us": 4000.0}, "speedup": 1.0, "peak_bytes": None, "shares": shares}
+        results.add("a", about | base)
+        results.add("b", about | {"arm": "loka", "speedup": speedup, "peak_bytes": None})
+        assert f"| wukong | base | 2048 | {told} |" in make_tables(results)
 
     def test_the_ceiling_is_amdahls(self):
         assert ceiling({Kind.GEMM: 0.8, Kind.ELEMENTWISE: 0.1}) == pytest.approx(1 / (0.1 + 0.4))

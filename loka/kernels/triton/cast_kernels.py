@@ -200,6 +200,7 @@ def rowwise_kernel(
     if NOTED:
         tl.store(amax_ptr + row, amax_R, mask=row < rows)
     if POWER:
+        tl.static_assert(LARGEST_CODE == E4M3_MAX)
         scale_bits_R = power_scale_of(amax_R)
         scaled_RC = x_RC.to(tl.float32) * inverse_of_power(scale_bits_R)[:, None]
         scale_R = scale_bits_R.to(tl.float32, bitcast=True)

@@ -59,7 +59,8 @@ def share_scales(
 
     rows, cols = shape
     tile_rows, part_cols = SHARED_TILE[0], min(SHARED_TILE[1], tile_cols)
-    parts, transposed = ceil_div(tile_cols, part_cols), codes_t.numel() > 0
+    parts, plain, transposed = ceil_div(tile_cols, part_cols), row_scale.numel() > 0, codes_t.numel() > 0
+    assert not plain or len(made.scales) == columns.count, "rows that have one scale each are as they shall be"
     largest = few_with_largest(made.largest) if transposed else made.largest
     launch(
         kernels.share_scales_kernel, (ceil_div(rows, tile_rows) * columns.count * parts, 1, 1),
@@ -68,8 +69,7 @@ def share_scales(
         rows if len(made.scales) > 1 else 0, scale_t.stride(0) if len(scale_t) > 1 else 0,
         columns.count, largest.numel(), factor,
         NORM=norm, WIDTH=columns.width, WIDER=columns.wider, ROWS=tile_rows, COLS=part_cols, PARTS=parts,
-        BLOCKS=power_of_two(columns.count), AT_ONCE=AMAXES_AT_ONCE,
-        PLAIN=row_scale.numel() > 0, TRANS=transposed, num_warps=4,
+        BLOCKS=power_of_two(columns.count) if plain else 1, AT_ONCE=AMAXES_AT_ONCE, PLAIN=plain, TRANS=transposed, num_warps=4,
     )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def _empty_by_rows(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor, Tensor,
 
 def rewriting_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
     """What does ``cast_by_rows`` again each time it is called, into the codes that are there."""
-    if not _has_powers(x):
+    if not has_powers(x.shape[1]):
         return rewriting(x, *_targets(x, transposed=True), codes)
 
     def write() -> None:
@@ -107,7 +107,7 @@ def rewriting_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -
 def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     codes_RC, scale_R, codes_CR, scale = codes
     plain, trans = _targets(x, transposed=codes_CR.numel() > 0)
-    if not _has_powers(x):
+    if not has_powers(x.shape[1]):
         write_codes(x, plain, trans, codes)
         return
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -119,9 +119,10 @@ def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> N
         share_scales(made, columns, SHARED_TILE[1], x.shape, nothing, codes_CR, scale)
 
 
-def _has_powers(x: Tensor) -> bool:
-    """Whether scales are powers of two. Else they are those of ``cast_matrix``, which reads x again for its transpose."""
-    return POWERS_FROM <= x.shape[1] <= WIDEST_ROW
+def has_powers(cols: int) -> bool:
+    """Whether ``cast_by_rows`` scales rows of so many values by powers of two. Else scales are those of ``cast_matrix``, which
+    reads the matrix again for its transpose."""
+    return POWERS_FROM <= cols <= WIDEST_ROW
 
 
 def _targets(x: Tensor, transposed: bool) -> tuple[Target, Target]:

@@ -172,7 +172,7 @@ class Columns(NamedTuple):
 
 NORM_ROWS, GRADIENT_ROWS = 32, 16
 SHARED_TILE = (64, 128)  # rows and columns at most, of the pass that shares scales
-MOST_GRADIENT_PROGRAMS = 8192  # each notes its largest scale, and all those are read by every program of the next pass
+MOST_GRADIENT_PROGRAMS = 8192  # each notes its largest scale, and one program reads all those
 
 
 def gradient_cols(n: int, blocks: NormBlocks | None) -> int:

@@ -6,10 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from loka.core.recipe import Format
+from loka.core.recipe import Format, Scaling
 from loka.kernels.triton import casts, share
 from loka.kernels.triton.share import POWERS_FROM, cast_by_rows, rewriting_by_rows
 from loka.numerics.formats import decode, encode
+from loka.numerics.scaling import quantize
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
@@ -68,6 +69,27 @@ def test_from_what_length_on(where: torch.device) -> None:
 @pytest.mark.parametrize(("rows", "cols"), [(2048, 4096), (4096, 16384), (300, 1000), (12288, 512), (1, 640)])
 def test_compiled(gpu: torch.device, rows: int, cols: int, dtype: torch.dtype) -> None:
     check(matrix(rows, cols, dtype, gpu))
+
+
+def test_the_oracle_writes_the_same(where: torch.device, of_any_length: None) -> None:
+    x = matrix(20, 50, torch.float32, where)
+    codes, scale, _, scale_t = cast_by_rows(x)
+    rows, whole = (quantize(x, Format.E4M3, scaling, powers=True) for scaling in (Scaling.ROWWISE, Scaling.TENSORWISE))
+    assert torch.equal(codes[:, :50].view(torch.uint8), rows.codes.view(torch.uint8))
+    assert torch.equal(scale, rows.scale)
+    assert torch.equal(scale_t, whole.scale)
+
+
+def test_rows_with_gaps_between_them(where: torch.device, of_any_length: None) -> None:
+    check(matrix(20, 80, torch.float32, where)[:, :50])
+
+
+@pytest.mark.gpu
+def test_compiled_rows_past_what_a_program_holds(gpu: torch.device) -> None:
+    x = matrix(40, 20_000, torch.float32, gpu)
+    codes, scale, codes_t, scale_t = cast_by_rows(x)
+    for got, of_codes, expected in ((codes[:, :20_000], scale, x), (codes_t[:, :40], scale_t, x.t())):
+        assert ((decode(got, torch.float32) * of_codes - expected).abs() <= expected.abs() / 16 + of_codes * 2.0**-10).all()
 
 
 def test_the_largest_of_many_rows_is_found_beforehand(
