@@ -1,5 +1,7 @@
 """A site with the norm and activation behind it as one fused kernel: its error and its time against the compiled block.
 
+A layer with nothing behind it may be the end of a chain: it takes what the block in front hands on in FP8.
+
 The Record knows the gradient of the linear layer's output. As the gradient of the block's it has the right zeros and scales of
 rows, which is what the casts in backward feel.
 
@@ -43,8 +45,8 @@ class Blocks:
         self._times: dict[BlockShape, dict[str, float]] = {}
 
     def survey(self, site: SiteRecord, rows: list[int], budget_s: float = math.inf) -> tuple[BlockCandidate, ...]:
-        """The site as a block, or why it is none; nothing where neither a norm nor an activation follows."""
-        if site.norm is None and site.activation is None:
+        """The site as a block, or why it is none; nothing where it cannot be one."""
+        if not _may_be_block(site):
             return ()
         shapes = {m: block_shape(site, m, self._dtype) for m in rows}
         try:
@@ -154,10 +156,15 @@ def _lost(x_MK: Tensor, weight_NK: Tensor) -> tuple[float, float, float]:
 
 def is_fused(site: SiteRecord, dtype: Format, device: torch.device) -> bool:
     """Whether the fused kernel takes the site, with what follows it, on this device."""
-    if not site.norm and not site.activation:
+    if not _may_be_block(site):
         return False
     block = build_block(block_shape(site, usual_rows(site), dtype), site.weight_NK, site.bias_N, device)
     return isinstance(block, FusedBlock) and block.why_reference is None
+
+
+def _may_be_block(site: SiteRecord) -> bool:
+    """A norm or an activation follows it, or it follows a block that feeds nothing else and is no head."""
+    return bool(site.norm or site.activation) or (site.producer is not None and not site.is_head)
 
 
 def block_shape(site: SiteRecord, m: int, dtype: Format) -> BlockShape:
@@ -183,7 +190,7 @@ def _candidate(
     """Its times leave out the cast of the input, which a block in front may make needless."""
 
     def of(name: str, without: str | None = None) -> Times:
-        return {m: max(0.0, us[name] - (us[without] if without else 0.0)) for m, us in times.items()}
+        return {m: max(0.0, us.get(name, 0.0) - (us[without] if without else 0.0)) for m, us in times.items()}
 
     return BlockCandidate(
         kernel=BLOCK_KERNEL,

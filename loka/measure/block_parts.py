@@ -112,16 +112,17 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
         y_MN = epilogue(z, block.norm, block.activation)
         return torch.autograd.grad(y_MN, z, dy_MN.to(y_MN.dtype))
 
-    return {
+    calls: dict[str, Candidate] = {
         "input_cast": lambda _: cast_input(x_MK, transposed=False),
         "training_cast": lambda _: cast_input(x_MK, transposed=shape.needs_dw),
         "forward": partial(forward, run=fused),
         "training": partial(training, run=fused),
         "baseline_forward": partial(forward, run=baseline),
         "baseline_training": partial(training, run=baseline),
-        "epilogue_forward": epilogue_forward,
-        "epilogue_training": epilogue_training,
     }
+    if block.norm is not None or block.activation is not None:  # else there is nothing to time
+        calls |= {"epilogue_forward": epilogue_forward, "epilogue_training": epilogue_training}
+    return calls
 
 
 def room_to_compile() -> AbstractContextManager[object]:

@@ -87,6 +87,20 @@ def test_blocks_absorb_what_is_behind_them_and_chain() -> None:
         torch.testing.assert_close(one(batch()), plain(batch()))
 
 
+def test_a_layer_with_nothing_behind_it_ends_a_chain() -> None:
+    model, plain = chain(), chain()
+    blocks = {"layers.0": block(0), "layers.3": block(3, "layers.0"), "layers.6": block(6, "layers.3")}
+    loka.apply_plan(model, plan_for(model, {**blocks, "side": BlockPlan("triton.block", None, None, True, "layers.6")}))
+    assert model.layers[0].followers[-1] is model.side
+    torch.testing.assert_close(model(batch()), plain(batch()))
+    model(batch()).sum().backward()
+    plain(batch()).sum().backward()
+    torch.testing.assert_close(model.side.weight.grad, plain.side.weight.grad)
+    torch.testing.assert_close(model.side.bias.grad, plain.side.bias.grad)
+    loka.restore(model)
+    assert type(model.side) is nn.Linear
+
+
 @pytest.mark.parametrize(("site", "followers"), [("layers.0", [1, 0]), ("layers.3", [0, 0]), ("layers.6", [1, 0])])
 def test_one_block_of_a_chain_is_given_back(site: str, followers: list[int]) -> None:
     model, plain = chain(), chain()

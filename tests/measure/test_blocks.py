@@ -63,6 +63,30 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     assert [gradient.shape for gradient in calls["training"](0)] == [(96, 64), (96,)]
 
 
+def test_a_layer_with_nothing_behind_it_may_end_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a block that feeds it alone, and not as a head. It has no epilogue, whose time is 0."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    timed: list[str] = []
+
+    def times(candidates: dict[str, Callable[[int], object]], *_: Any, **__: Any) -> dict[str, Timing]:
+        for call in candidates.values():
+            call(0)
+        timed.extend(candidates)
+        return {name: Timing(10.0 * (1 + index), 0, 0, 1) for index, name in enumerate(candidates)}
+
+    monkeypatch.setattr("loka.measure.block.time_together", times)
+    blocks = Blocks(Format.FP32, torch.device("cpu"))
+    site = site_record("a", weight(96, 64))
+    assert blocks.survey(site, [32]) == ()
+    assert blocks.survey(dataclasses.replace(site, producer="front", is_head=True), [32]) == ()
+    (tail,) = blocks.survey(dataclasses.replace(site, producer="front"), [32])
+    assert (tail.norm, tail.activation, tail.why_not) == (None, None, None)
+    assert tuple(timed) == TIMED[:6]
+    assert tail.epilogue_training_us == tail.epilogue_forward_us == {32: 0.0}
+    assert all(0.03 < tail.error[role]["mere_floored"].mean < 0.1 for role in Role)  # healthy e4m3
+
+
 @pytest.mark.parametrize("k", [64, 512], ids=["rows by their amaxes", "rows by powers of two"])
 def test_gradients_are_exact_where_the_forward_casts_led(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts move inputs of relu across 0: beside the gradients at the exact point those of any FP8 block look unsafe."""
