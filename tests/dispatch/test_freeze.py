@@ -102,23 +102,29 @@ def test_it_compiles_with_changing_rows() -> None:
         torch.testing.assert_close(compiled(batch(rows)), model(batch(rows)))
 
 
-def blocks() -> nn.Module:
-    """Two blocks in a chain, one that stands alone, a head; planned, on emulated kernels."""
+def blocks(*, ends_chain: bool = False) -> nn.Module:
+    """Two blocks in a chain, one that stands alone, or ends the chain without its activation, and a head; planned, on emulated
+    kernels."""
     torch.manual_seed(0)
     model = nn.Sequential()
     for _ in range(2):
         model.extend([nn.Linear(32, 32, bias=False), loka.BlockNorm(32), nn.Hardswish()])
     model.extend([nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1)])
     chained = BlockPlan("triton.block", "4", "5", fp8_input=True, producer="0")
-    sites = {"0": BlockPlan("triton.block", "1", "2"), "3": chained, "6": BlockPlan("triton.block", None, "7")}
+    end = BlockPlan("triton.block", None, None, fp8_input=True, producer="3")
+    last = end if ends_chain else BlockPlan("triton.block", None, "7")
+    sites = {"0": BlockPlan("triton.block", "1", "2"), "3": chained, "6": last}
     loka.apply_plan(model, plan_for(model, sites, goal=Goal.SERVING))
     return model
 
 
+@pytest.mark.parametrize("ends_chain", [False, True])
 @pytest.mark.parametrize("drop", [False, True])
-def test_frozen_blocks_give_the_same_numbers_from_their_codes_alone(drop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_blocks_give_the_same_numbers_from_their_codes_alone(
+    drop: bool, ends_chain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emulate(monkeypatch)
-    model = blocks()
+    model = blocks(ends_chain=ends_chain)
     x_MK = torch.randn(5, 4, 32)
     with torch.no_grad():
         expected = model(x_MK)
