@@ -86,6 +86,10 @@ class SiteCosts:
         """A step's GEMMs of this candidate at the M it takes."""
         return sum(count * candidate.gemm_us.get(m, 0.0) for m, count in self.calls.items())
 
+    def is_nowhere_slower(self, one: Candidate, other: Candidate) -> bool:
+        """At the M that are seen, all of which both take or neither."""
+        return all(one.gemm_us[m] <= other.gemm_us[m] for m in self.calls if m in other.gemm_us)
+
     def _takes(self, kernels: dict[Role, Candidate], *rows: int) -> bool:
         casts = [self._cast_times(tensor, forms) or {} for tensor, forms in _forms(kernels) if tensor is not TensorName.W]
         times = [candidate.gemm_us for candidate in kernels.values()]

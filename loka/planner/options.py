@@ -66,19 +66,22 @@ def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list
 
 
 def fastest_of_alike(costs: SiteCosts, qualified: ByRole) -> tuple[ByRole, list[Refusal]]:
-    """Of candidates that read the same casts at the same M only the one with the fastest GEMM can be in the best triple."""
+    """Of candidates that read the same casts at the same M, one whose GEMM is nowhere faster than another's cannot be in the
+    best triple. (One that is faster at some M can: other roles may take no more than those.)"""
     leaders: ByRole = {}
     refused = []
     for role, candidates in qualified.items():
-        fastest: dict[tuple[object, ...], Candidate] = {}
+        alike: dict[tuple[object, ...], list[Candidate]] = {}
         for candidate in sorted(candidates, key=lambda c: (costs.gemm_us(c), c.kernel)):
-            alike = (candidate.forms, candidate.transform, frozenset(candidate.gemm_us))
-            leader = fastest.setdefault(alike, candidate)
-            if leader is not candidate:
+            faster = alike.setdefault((candidate.forms, candidate.transform, frozenset(candidate.gemm_us)), [])
+            leader = next((other for other in faster if costs.is_nowhere_slower(other, candidate)), None)
+            if leader is None:
+                faster.append(candidate)
+            else:
                 times = f"{costs.gemm_us(candidate):.4g} µs a step against {costs.gemm_us(leader):.4g}"
                 why = f"reads the same casts as {leader.kernel}, whose GEMM is faster: {times}"
                 refused.append(Refusal(candidate.kernel, why, role, candidate.transform))
-        leaders[role] = list(fastest.values())
+        leaders[role] = [candidate for group in alike.values() for candidate in group]
     return leaders, refused
 
 
