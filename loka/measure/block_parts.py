@@ -103,6 +103,9 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
             copy.recast_after_step()  # once a step
         return gradients
 
+    def cast(turn: int, transposed: bool) -> object:
+        return cast_input(x_MK, transposed=transposed) if block.why_reference is None else x_MK  # which it reads as it is
+
     def epilogue_forward(turn: int) -> object:
         with torch.no_grad():
             return epilogue(z_MN, block.norm, block.activation)
@@ -113,8 +116,8 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
         return torch.autograd.grad(y_MN, z, dy_MN.to(y_MN.dtype))
 
     calls: dict[str, Candidate] = {
-        "input_cast": lambda _: cast_input(x_MK, transposed=False),
-        "training_cast": lambda _: cast_input(x_MK, transposed=shape.needs_dw),
+        "input_cast": partial(cast, transposed=False),
+        "training_cast": partial(cast, transposed=shape.needs_dw),
         "forward": partial(forward, run=fused),
         "training": partial(training, run=fused),
         "baseline_forward": partial(forward, run=baseline),

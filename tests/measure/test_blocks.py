@@ -43,7 +43,6 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
     monkeypatch.setattr("loka.measure.block.time_together", times)
     monkeypatch.setattr("loka.measure.block._cast", torch.Tensor.double)  # it runs where no cast has led it
-    monkeypatch.setattr("loka.measure.block_parts.cast_input", lambda x, transposed: x)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     site = site_record("a", weight(96, 64), **behind, has_bias=True, bias_N=torch.ones(96))
     blocks = Blocks(Format.FP32, torch.device("cpu"))

@@ -119,7 +119,7 @@ def test_the_choice_is_the_best_of_all_triples(one: SiteSurvey, goal: Goal, limi
 
 
 def test_a_kernel_that_is_slower_on_the_whole_is_chosen_for_the_rows_that_the_others_take() -> None:
-    """Over both numbers of rows fprop takes 5 µs on a.two and 4 on a.one. But the other roles take the larger alone, where it is
+    """Over both numbers of rows fprop takes 5 µs on a.two and 4 on a.one. But other roles take the larger alone, where it is
     1 and 3; the smaller runs in high precision whichever is chosen."""
     gemms = {"a.one": {M: 3.0, 64: 1.0}, "a.two": {M: 1.0, 64: 4.0}}
     candidates = [*baseline({role: {M: 50.0, 64: 1.0} for role in Role})]
