@@ -116,9 +116,10 @@ class _Exact:
         z_MN = F.linear(x_MK.double(), self._weight_NK).detach().requires_grad_()
         (dz_MN,) = torch.autograd.grad(self._behind(z_MN), z_MN, dy_MN.double())
         weight_NK = self._weight_NK.detach()
+        powers = has_powers(self._block.in_features)
         read = {
-            Role.WGRAD: [(x_MK, _by_one(x_MK, self._block.in_features)), (dz_MN, _by_power(dz_MN))],
-            Role.DGRAD: [(w, _by_one(w, self._block.in_features)) for w in (weight_NK, weight_NK.t())],
+            Role.WGRAD: [(x_MK, _by_one(x_MK, powers)), (dz_MN, _by_one(dz_MN, powers=True))],
+            Role.DGRAD: [(w, _by_one(w, powers)) for w in (weight_NK, weight_NK.t())],
         }
         return max((misread_share(*pair).item() for role in roles for pair in read.get(role, ())), default=0.0)
 
@@ -132,14 +133,9 @@ def _by_rows(tensor: Tensor) -> Quantized:
     return quantize(tensor, Format.E4M3, Scaling.ROWWISE, powers=has_powers(tensor.shape[1]))
 
 
-def _by_one(tensor: Tensor, in_features: int) -> Quantized:
-    """The same in backward, with one scale for all; rows of ``in_features`` were cast before."""
-    return quantize(tensor.float(), Format.E4M3, Scaling.TENSORWISE, powers=has_powers(in_features))
-
-
-def _by_power(dz_MN: Tensor) -> Quantized:
-    """The gradient as wgrad reads it."""
-    return quantize(dz_MN.float(), Format.E4M3, Scaling.TENSORWISE, powers=True)
+def _by_one(tensor: Tensor, powers: bool) -> Quantized:
+    """As backward reads them, and the gradient: with one scale for all."""
+    return quantize(tensor.float(), Format.E4M3, Scaling.TENSORWISE, powers=powers)
 
 
 def _cast(tensor: Tensor) -> Tensor:
