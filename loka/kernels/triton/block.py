@@ -43,6 +43,10 @@ class Wanted(NamedTuple):
     def forms(self) -> int:
         return (self.high is not None) + self.codes + self.transposed + (self.saved is not None)
 
+    @property
+    def only_codes(self) -> bool:
+        return self.high is None and self.saved in (None, CODES_DTYPE)
+
 
 class BlockOutputs(NamedTuple):
     """What was not wanted has no elements. Codes and u are stored with a multiple of 16 columns: behind the first N or M
@@ -92,7 +96,7 @@ def _block_forward(
 
     n, wanted = w.shape[0], Wanted(high, codes, transposed, saved)
     blocks, sms = norm_blocks(n, block), multiprocessors(x.device)
-    tiles = choose_block_tiles(m, n, k, blocks, sms, forms=wanted.forms)
+    tiles = choose_block_tiles(m, n, k, blocks, sms, forms=wanted.forms, only_codes=wanted.only_codes)
     columns = Columns.of(n, blocks, tiles.cols)
     out = _outputs(x, m, n, blocks, wanted)
     programs, persistent = grid(ceil_div(m, tiles.rows) * columns.count, tiles, sms)

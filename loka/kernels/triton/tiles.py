@@ -118,17 +118,20 @@ class NormBlocks:
 NARROWEST_TILE = 32
 WIDEST_TILE = 256  # a norm block must lie in a tile whole
 E4M3_MAX = 448.0
-PROMOTED_FROM = 8192  # a shorter contraction loses nothing that shows beside its operands' rounding; wgrad is promoted always
-# Tiles of one norm block that hold its widest, and of one form of them the time of a call besides its waves, of a wave, and of
-# a wave's contraction of 1,024: fits to 27 shapes on an H200, in µs. More forms need more registers, and promoted sums need
-# theirs twice: those take the roomy one, which spills nothing.
+# A shorter contraction loses nothing that shows beside its operands' rounding: with all sums fast Wukong's layers had 1.001
+# times the error at 8,192 and 1.004 times at 16,384. wgrad, whose sums have a mean, is promoted always.
+PROMOTED_FROM = 32768
+# Tiles of one norm block that hold its widest, and the time of a call besides its waves, of a wave, and of a wave's contraction
+# of 1,024: fits to 27 shapes on an H200, in µs, for one form and for codes, transposed ones and saved ones at once. A bf16 form
+# among several needs more registers, and promoted sums need theirs twice: those take the roomy one, which spills nothing.
 _ROOMY_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
-_BLOCK_US = {
-    Tiles(64, 256, 128, warps=4, stages=3): (1.5, 1.9, 3.35),
-    _ROOMY_BLOCK: (2.0, 2.0, 2.8),
-    Tiles(64, 256, 128, warps=4, stages=2, per_sm=2): (0.5, 2.6, 7.2),
-    Tiles(128, 256, 128, warps=8, stages=3): (1.2, 3.3, 5.3),
+_WIDE_BLOCK = Tiles(128, 256, 128, warps=8, stages=3)
+_ONE_FORM_US = {
+    Tiles(64, 256, 128, warps=4, stages=4): (1.9, 1.7, 2.95),
+    Tiles(64, 256, 128, warps=4, stages=2, per_sm=2): (0.3, 1.9, 7.4),
+    _WIDE_BLOCK: (1.3, 2.9, 5.55),
 }
+_CODES_US = {_ROOMY_BLOCK: (2.2, 2.5, 3.0), _WIDE_BLOCK: (0.95, 4.9, 5.35)}
 
 
 def is_promoted(contraction: int) -> bool:
@@ -136,8 +139,9 @@ def is_promoted(contraction: int) -> bool:
 
 
 @cache
-def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: int, *, forms: int) -> Tiles:
-    """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it: of one form, those that finish first.
+def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: int, *, forms: int, only_codes: bool) -> Tiles:
+    """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it, ``only_codes`` or wider ones too: of those that
+    have the registers, the ones that finish first.
 
     Without a norm they are a product's, unsplit, and of two forms the widest would spill.
     """
@@ -146,13 +150,14 @@ def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: i
         return min(able, key=lambda tiles: _time_us(tiles, m, n, k, sms, is_promoted(k)))
     if blocks.room < _ROOMY_BLOCK.cols:
         return Tiles(64, blocks.room, 128, warps=4, stages=4)
-    if is_promoted(k) or forms > 1:
+    if is_promoted(k) or (forms > 1 and not only_codes):
         return _ROOMY_BLOCK
-    return min(_BLOCK_US, key=lambda tiles: _block_time_us(tiles, m, k, blocks, sms))
+    times = _ONE_FORM_US if forms == 1 else _CODES_US
+    return min(times, key=lambda tiles: _block_time_us(tiles, times[tiles], m, k, blocks, sms))
 
 
-def _block_time_us(tiles: Tiles, m: int, k: int, blocks: NormBlocks, sms: int) -> float:
-    call_us, wave_us, contraction_us = _BLOCK_US[tiles]
+def _block_time_us(tiles: Tiles, times: tuple[float, float, float], m: int, k: int, blocks: NormBlocks, sms: int) -> float:
+    call_us, wave_us, contraction_us = times
     waves = ceil_div(ceil_div(m, tiles.rows) * blocks.count, tiles.per_sm * sms)
     return call_us + waves * (wave_us + contraction_us * k / 1024)
 

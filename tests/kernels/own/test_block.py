@@ -146,24 +146,26 @@ def test_blocks_are_those_of_the_norm(n: int, block: int) -> None:
 
 
 def test_tiles_hold_a_block_and_finish_first() -> None:
-    def chosen(m: int, k: int, n: int, *, forms: int = 1) -> tuple[int, int, int, int]:
-        tiles = choose_block_tiles(m, n, k, NormBlocks(n, 256), 132, forms=forms)
+    def chosen(m: int, k: int, n: int, *, forms: int = 1, only_codes: bool = True) -> tuple[int, int, int, int]:
+        tiles = choose_block_tiles(m, n, k, NormBlocks(n, 256), 132, forms=forms, only_codes=only_codes)
         return tiles.rows, tiles.cols, tiles.warps, tiles.per_sm
 
     # What was fastest on an H200.
-    assert chosen(2048, 256, 768) == (64, 256, 4, 1)
+    assert chosen(2048, 512, 512) == chosen(2048, 4096, 1024) == chosen(6144, 2048, 1024) == (64, 256, 4, 1)
     assert chosen(6144, 256, 768) == chosen(6144, 512, 512) == chosen(12288, 256, 768) == (64, 256, 4, 2)
-    assert chosen(2048, 4096, 1024) == chosen(6144, 2048, 1024) == (64, 256, 8, 1)
     assert chosen(2048, 2048, 2048) == chosen(12288, 1024, 1024) == chosen(12288, 4096, 4096) == (128, 256, 8, 1)
-    # What has room for more than one form, and for promoted sums.
-    assert chosen(12288, 4096, 4096, forms=3) == chosen(12288, 16384, 4096) == (64, 256, 8, 1)
+    assert chosen(2048, 2048, 1024, forms=3) == chosen(12288, 512, 512, forms=3) == (64, 256, 8, 1)
+    assert chosen(2048, 1024, 4096, forms=3) == chosen(12288, 4096, 4096, forms=3) == (128, 256, 8, 1)
+    # What has room for a wide form among several, and for promoted sums.
+    assert chosen(12288, 4096, 4096, forms=3, only_codes=False) == chosen(12288, 32768, 4096) == (64, 256, 8, 1)
+    assert chosen(12288, 4096, 4096, only_codes=False) == (128, 256, 8, 1)
     assert chosen(2048, 256, 100)[:2] == (64, 128)
 
 
 def test_without_a_norm_tiles_are_those_of_a_product_and_cover_it() -> None:
-    assert choose_block_tiles(12288, 4096, 4096, None, 132, forms=1) == GEMM_TILES[0]
-    assert choose_block_tiles(12288, 4096, 4096, None, 132, forms=2) in GEMM_TILES[1:]
-    assert choose_block_tiles(256, 256, 8192, None, 132, forms=1).splits == 1
+    assert choose_block_tiles(12288, 4096, 4096, None, 132, forms=1, only_codes=False) == GEMM_TILES[0]
+    assert choose_block_tiles(12288, 4096, 4096, None, 132, forms=2, only_codes=False) in GEMM_TILES[1:]
+    assert choose_block_tiles(256, 256, 8192, None, 132, forms=1, only_codes=False).splits == 1
     assert Columns.of(1000, None, 128) == (8, 128, 0)
     assert Columns.of(1000, NormBlocks(1000, 256), 256) == (4, 250, 0)
     assert Columns.of(257, NormBlocks(257, 256), 256) == (2, 128, 1)

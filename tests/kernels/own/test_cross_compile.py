@@ -97,10 +97,19 @@ SERVING_BF16 = {"CODES": False, "CODES_T": False, "SAVED": False}
 
 
 def forward_case(
-    m: int, n: int, k: int, *, bias: bool = False, norm: bool = True, u: str = FP8, **forms: bool
+    m: int,
+    n: int,
+    k: int,
+    *,
+    bias: bool = False,
+    norm: bool = True,
+    u: str = FP8,
+    activation: str = "hard_swish",
+    **forms: bool,
 ) -> dict[str, Any]:
     blocks, written = NormBlocks(n, 256) if norm else None, {**FORMS, **forms}
-    tiles = choose_block_tiles(m, n, k, blocks, 132, forms=sum(written.values()))
+    only_codes = not written["HIGH"] and (u == FP8 or not written["SAVED"])
+    tiles = choose_block_tiles(m, n, k, blocks, 132, forms=sum(written.values()), only_codes=only_codes)
     columns = Columns.of(n, blocks, tiles.cols)
     arguments = {
         "x_desc": tiles_of(tiles.rows), "w_desc": tiles_of(tiles.cols), "x_scale_ptr": FP32, "w_scale_ptr": FP32,
@@ -109,7 +118,7 @@ def forward_case(
     }  # fmt: skip
     constants = {
         "NORM": norm, "ROWS": tiles.rows, "COLS": tiles.cols, "WIDTH": columns.width, "WIDER": columns.wider, "DEPTH": 128,
-        "PROMOTED": is_promoted(k), "X_ROWWISE": True, "HAS_BIAS": bias, "ACTIVATION": "hard_swish", **written,
+        "PROMOTED": is_promoted(k), "X_ROWWISE": True, "HAS_BIAS": bias, "ACTIVATION": activation, **written,
         "PERSISTENT": grid(-(-m // tiles.rows) * columns.count, tiles, 132)[1],
     }  # fmt: skip
     return {"module": "block_kernels", "kernel": "block_forward_kernel", "arguments": arguments, "constants": constants,
@@ -192,15 +201,19 @@ CASES = {
     "block forward, several small waves, serving bf16": forward_case(6144, 768, 256, bias=True, **SERVING_BF16),
     "block forward, a long wave, serving": forward_case(2048, 1024, 4096, bias=True, **SERVING),
     "block forward, large": forward_case(12288, 4096, 4096, HIGH=False),
+    "block forward, large, codes and a bias": forward_case(12288, 4096, 4096, HIGH=False, bias=True),
+    "block forward, large, no activation": forward_case(12288, 4096, 4096, activation="none", HIGH=False, CODES=False),
+    "block forward, large, nothing behind learns": forward_case(12288, 4096, 4096, HIGH=False, CODES_T=False),
+    "block forward, large, one wave": forward_case(2048, 2048, 4096, HIGH=False, bias=True),
     "block forward, large, serving": forward_case(12288, 4096, 4096, bias=True, **SERVING),
     "block forward, large, serving bf16": forward_case(12288, 4096, 4096, bias=True, **SERVING_BF16),
     "block forward, large, bias": forward_case(12288, 4096, 4096, bias=True),
-    "block forward, promoted": forward_case(12288, 4096, 16384),
+    "block forward, promoted": forward_case(12288, 4096, 32768),
     "block forward, narrow": forward_case(2048, 64, 256),
     "block forward, large, a bias that learns": forward_case(12288, 4096, 4096, bias=True, u=BF16),
     "block forward, no norm, small": plain_case(2048, 768, 256),
     "block forward, no norm, large": plain_case(12288, 4096, 4096),
-    "block forward, no norm, promoted": plain_case(12288, 4096, 16384),
+    "block forward, no norm, promoted": plain_case(12288, 4096, 32768),
     "block forward, no norm, relu": plain_case(2048, 2048, 2048, SAVED=False),
     "block forward, no norm, large, relu": plain_case(12288, 4096, 4096, SAVED=False),
     "norm to fp8": norm_case(1024),
