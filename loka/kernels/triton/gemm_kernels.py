@@ -56,16 +56,46 @@ def store(out_ptr, value_MN, index_M, index_N, m, n):
 
 
 @triton.jit
-def _finish_part(
+def _factors(
+    first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, m, n,
+    ROWS: tl.constexpr, COLS: tl.constexpr, A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """What the sums of the tile at (first_m, first_n) are multiplied by, rows and columns, and what is added to them."""
+    index_M, index_N = first_m + tl.arange(0, ROWS), first_n + tl.arange(0, COLS)
+    a_scale_M = _scales(a_scale_ptr, index_M, m, 1.0, A_SCALES)
+    b_scale_N = _scales(b_scale_ptr, index_N, n, b_factor, B_SCALES)
+    bias_N = tl.load(bias_ptr + index_N, mask=index_N < n, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros_like(b_scale_N)
+    return a_scale_M, b_scale_N, bias_N
+
+
+@triton.jit
+def _finish(sum_MN, first_m, first_n, a_scale_M, b_scale_N, bias_N, out_ptr, m, n, HAS_BIAS: tl.constexpr):
+    """The sums at (first_m, first_n) times their scales, and the bias."""
+    index_M, index_N = first_m + tl.arange(0, sum_MN.shape[0]), first_n + tl.arange(0, sum_MN.shape[1])
+    out_MN = sum_MN * a_scale_M[:, None] * b_scale_N[None, :]
+    if HAS_BIAS:
+        out_MN += bias_N[None, :]
+    store(out_ptr, out_MN, index_M, index_N, m, n)
+
+
+@triton.jit
+def _finish_late(
     sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    index_M, index_N = first_m + tl.arange(0, sum_MN.shape[0]), first_n + tl.arange(0, sum_MN.shape[1])
-    out_MN = sum_MN * _scales(a_scale_ptr, index_M, m, 1.0, A_SCALES)[:, None]
-    out_MN *= _scales(b_scale_ptr, index_N, n, b_factor, B_SCALES)[None, :]
-    if HAS_BIAS:
-        out_MN += tl.load(bias_ptr + index_N, mask=index_N < n, other=0.0).to(tl.float32)[None, :]
-    store(out_ptr, out_MN, index_M, index_N, m, n)
+    """The same with scales that nobody has asked for yet."""
+    ROWS: tl.constexpr = sum_MN.shape[0]
+    COLS: tl.constexpr = sum_MN.shape[1]
+    a_scale_M, b_scale_N, bias_N = _factors(
+        first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, m, n, ROWS, COLS, A_SCALES, B_SCALES, HAS_BIAS
+    )
+    _finish(sum_MN, first_m, first_n, a_scale_M, b_scale_N, bias_N, out_ptr, m, n, HAS_BIAS)
+
+
+@triton.jit
+def _goes_out_in_halves(COLS: tl.constexpr, out_ptr):
+    """A wide tile of FP32 does: it passes through the shared memory that the loads of the next tile leave."""
+    return COLS == 256 and out_ptr.dtype.element_ty == tl.float32
 
 
 @triton.jit
@@ -73,21 +103,19 @@ def _finish_tile(
     sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of the tile at (first_m, first_n) times their scales, and the bias. A wide tile of FP32 goes out in halves:
-    it passes through the shared memory that the loads of the next tile leave."""
     HALF: tl.constexpr = sum_MN.shape[1] // 2
-    if HALF == 128 and out_ptr.dtype.element_ty == tl.float32:
+    if _goes_out_in_halves(sum_MN.shape[1], out_ptr):
         left_MN, right_MN = sum_MN.reshape(sum_MN.shape[0], 2, HALF).permute(0, 2, 1).split()
-        _finish_part(
+        _finish_late(
             left_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
             A_SCALES, B_SCALES, HAS_BIAS,
         )  # fmt: skip
-        _finish_part(
+        _finish_late(
             right_MN, first_m, first_n + HALF, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
             A_SCALES, B_SCALES, HAS_BIAS,
         )  # fmt: skip
     else:
-        _finish_part(
+        _finish_late(
             sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
             A_SCALES, B_SCALES, HAS_BIAS,
         )  # fmt: skip
@@ -103,7 +131,8 @@ def gemm_kernel(
     """One tile of the product, or of one split's part of it; axis 1 of the grid is the split.
 
     PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the loads of the next tile
-    run under the epilogue of this one; there are no splits then.
+    run under the epilogue of this one; there are no splits then. Else it has one tile, and asks for its scales in front of
+    the contraction: they arrive under it. Among several tiles they would take the loop's registers.
     """
     wait_for_kernels_before()
     tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLS)
@@ -118,14 +147,21 @@ def gemm_kernel(
     else:
         split = tl.program_id(1)
         tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n)
-        first = split * k_of_split
+        first_m, first_n, first = tile_m * ROWS, tile_n * COLS, split * k_of_split
         last = tl.minimum(first + k_of_split, k)
-        sum_MN = contract(a_desc, b_desc, tile_m * ROWS, tile_n * COLS, first, last, ROWS, COLS, DEPTH, PROMOTED, INT8)
+        a_scale_M, b_scale_N, bias_N = _factors(
+            first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, m, n, ROWS, COLS, A_SCALES, B_SCALES, HAS_BIAS
+        )
+        sum_MN = contract(a_desc, b_desc, first_m, first_n, first, last, ROWS, COLS, DEPTH, PROMOTED, INT8)
         let_next_kernel_start()
-        _finish_tile(
-            sum_MN, tile_m * ROWS, tile_n * COLS, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr,
-            out_ptr + split.to(tl.int64) * m * n, m, n, A_SCALES, B_SCALES, HAS_BIAS,
-        )  # fmt: skip
+        out_ptr += split.to(tl.int64) * m * n
+        if _goes_out_in_halves(COLS, out_ptr):
+            _finish_tile(
+                sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
+                A_SCALES, B_SCALES, HAS_BIAS,
+            )  # fmt: skip
+        else:
+            _finish(sum_MN, first_m, first_n, a_scale_M, b_scale_N, bias_N, out_ptr, m, n, HAS_BIAS)
 
 
 @triton.jit

@@ -44,15 +44,30 @@ def grid(tiles_of_output: int, tiles: Tiles, sms: int) -> tuple[int, bool]:
     return (at_once if persistent else tiles_of_output), persistent
 
 
-# The tiles a GEMM can be cut into, and the time a wave of them takes to contract 1,024, as it is and promoted: of
-# 12288×4096×4096 on an H200, measured. The widest cannot be promoted: its sums do not fit into registers twice.
-_WAVE_US = {
-    Tiles(128, 256, 128, warps=8, stages=3): (6.4, math.inf),
-    Tiles(128, 128, 128, warps=8, stages=4): (3.65, 5.3),
-    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): (3.6, 4.6),
-    Tiles(64, 64, 128, warps=4, stages=4, per_sm=2): (2.9, 3.6),
+class TileTimes(NamedTuple):
+    """In µs: of a call besides its tiles, of the tiles that a multiprocessor holds at once besides their contractions, and of
+    one tile's contraction of 1,024."""
+
+    call: float
+    wave: float
+    contraction: float
+
+
+# The tiles a GEMM can be cut into: fits to three roles of 27 shapes on an H200. Promoted sums do not fit into the registers
+# of large tiles twice; those times are of one shape, 12288×4096×4096.
+_FAST_US = {
+    Tiles(128, 256, 128, warps=8, stages=3): TileTimes(0.5, 3.85, 5.2),
+    Tiles(128, 128, 128, warps=4, stages=4): TileTimes(1.5, 1.95, 2.7),
+    Tiles(64, 128, 128, warps=4, stages=6): TileTimes(1.4, 1.45, 1.7),
+    Tiles(64, 128, 128, warps=4, stages=3, per_sm=3): TileTimes(0.0, 3.0, 1.95),
+    Tiles(64, 64, 128, warps=4, stages=4, per_sm=2): TileTimes(2.3, 0.8, 1.2),
 }
-GEMM_TILES = tuple(_WAVE_US)
+_PROMOTED_US = {
+    Tiles(128, 128, 128, warps=8, stages=4): TileTimes(1.3, 2.2, 4.75),
+    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): TileTimes(1.4, 1.75, 2.1),
+    Tiles(64, 64, 128, warps=4, stages=4, per_sm=2): TileTimes(2.3, 0.8, 1.7),
+}
+GEMM_TILES, PROMOTED_TILES = tuple(_FAST_US), tuple(_PROMOTED_US)
 SHORTEST_SPLIT = 1024  # of a contraction
 MOST_SPLITS = 8
 # Adding up the parts of a split contraction: a launch, and 8 bytes of traffic through the cache for every sum.
@@ -62,12 +77,13 @@ _SUMS_PER_US = 750_000
 
 @cache  # comparing them takes longer than a launch
 def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
-    """The tiles that finish first if every program of a wave takes its tile's time. Ties go to the larger tiles.
+    """The tiles that finish first if every one takes its time. Ties go to the larger tiles.
 
     A long contraction into few tiles is split, so that every multiprocessor has a part of it.
     """
-    choices = [replace(tiles, splits=splits) for tiles in GEMM_TILES for splits in {1, _splits(tiles, m, n, k, sms)}]
-    return min(choices, key=lambda tiles: _time_us(tiles, m, n, k, sms, promoted))
+    times = _PROMOTED_US if promoted else _FAST_US
+    choices = [replace(tiles, splits=splits) for tiles in times for splits in {1, _splits(tiles, m, n, k, sms)}]
+    return min(choices, key=lambda tiles: _split_time_us(tiles, times[replace(tiles, splits=1)], m, n, k, sms))
 
 
 def count(tiles: Tiles, m: int, n: int) -> int:
@@ -79,10 +95,15 @@ def _splits(tiles: Tiles, m: int, n: int, k: int, sms: int) -> int:
     return max(1, min(tiles.per_sm * sms // count(tiles, m, n), k // SHORTEST_SPLIT, MOST_SPLITS))
 
 
-def _time_us(tiles: Tiles, m: int, n: int, k: int, sms: int, promoted: bool) -> float:
-    waves = ceil_div(count(tiles, m, n) * tiles.splits, tiles.per_sm * sms)
+def _split_time_us(tiles: Tiles, times: TileTimes, m: int, n: int, k: int, sms: int) -> float:
     adding = _ADDING_US + tiles.splits * m * n / _SUMS_PER_US if tiles.splits > 1 else 0.0
-    return waves * _WAVE_US[replace(tiles, splits=1)][promoted] * k / tiles.splits / 1024 + adding
+    return _time_us(tiles, times, count(tiles, m, n) * tiles.splits, ceil_div(k, tiles.splits), sms) + adding
+
+
+def _time_us(tiles: Tiles, times: TileTimes, tiles_of_output: int, k: int, sms: int) -> float:
+    """Tiles that share a multiprocessor share its tensor cores; what else they do runs side by side."""
+    tiles_each = ceil_div(tiles_of_output, sms)
+    return times.call + ceil_div(tiles_each, tiles.per_sm) * times.wave + tiles_each * times.contraction * k / 1024
 
 
 @dataclass(frozen=True)
@@ -127,11 +148,11 @@ PROMOTED_FROM = 32768
 _ROOMY_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
 _WIDE_BLOCK = Tiles(128, 256, 128, warps=8, stages=3)
 _ONE_FORM_US = {
-    Tiles(64, 256, 128, warps=4, stages=4): (1.9, 1.7, 2.95),
-    Tiles(64, 256, 128, warps=4, stages=2, per_sm=2): (0.3, 1.9, 7.4),
-    _WIDE_BLOCK: (1.3, 2.9, 5.55),
+    Tiles(64, 256, 128, warps=4, stages=4): TileTimes(1.9, 1.7, 2.95),
+    Tiles(64, 256, 128, warps=4, stages=2, per_sm=2): TileTimes(1.0, 2.5, 3.4),
+    _WIDE_BLOCK: TileTimes(1.3, 2.9, 5.55),
 }
-_CODES_US = {_ROOMY_BLOCK: (2.2, 2.5, 3.0), _WIDE_BLOCK: (0.95, 4.9, 5.35)}
+_CODES_US = {_ROOMY_BLOCK: TileTimes(2.2, 2.5, 3.0), _WIDE_BLOCK: TileTimes(0.95, 4.9, 5.35)}
 
 
 def is_promoted(contraction: int) -> bool:
@@ -143,23 +164,17 @@ def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: i
     """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it, ``only_codes`` or wider ones too: of those that
     have the registers, the ones that finish first.
 
-    Without a norm they are a product's, unsplit, and of two forms the widest would spill.
+    Without a norm they are a product's, unsplit; two forms need the room of promoted sums.
     """
     if blocks is None:
-        able = GEMM_TILES if forms == 1 else GEMM_TILES[1:]
-        return min(able, key=lambda tiles: _time_us(tiles, m, n, k, sms, is_promoted(k)))
+        product = _PROMOTED_US if is_promoted(k) or forms > 1 else _FAST_US
+        return min(product, key=lambda tiles: _time_us(tiles, product[tiles], count(tiles, m, n), k, sms))
     if blocks.room < _ROOMY_BLOCK.cols:
         return Tiles(64, blocks.room, 128, warps=4, stages=4)
     if is_promoted(k) or (forms > 1 and not only_codes):
         return _ROOMY_BLOCK
     times = _ONE_FORM_US if forms == 1 else _CODES_US
-    return min(times, key=lambda tiles: _block_time_us(tiles, times[tiles], m, k, blocks, sms))
-
-
-def _block_time_us(tiles: Tiles, times: tuple[float, float, float], m: int, k: int, blocks: NormBlocks, sms: int) -> float:
-    call_us, wave_us, contraction_us = times
-    waves = ceil_div(ceil_div(m, tiles.rows) * blocks.count, tiles.per_sm * sms)
-    return call_us + waves * (wave_us + contraction_us * k / 1024)
+    return min(times, key=lambda tiles: _time_us(tiles, times[tiles], ceil_div(m, tiles.rows) * blocks.count, k, sms))
 
 
 class Columns(NamedTuple):

@@ -17,6 +17,7 @@ from loka.kernels.triton.tiles import (
     GEMM_TILES,
     GRADIENT_ROWS,
     NORM_ROWS,
+    PROMOTED_TILES,
     SHARED_TILE,
     Columns,
     NormBlocks,
@@ -80,12 +81,12 @@ def largest_case() -> dict[str, Any]:
             "constants": {"AT_ONCE": LARGEST_AT_ONCE}}  # fmt: skip
 
 
-def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16, codes: str = FP8) -> dict[str, Any]:
+def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16, codes: str = FP8, persistent: bool = True) -> dict[str, Any]:
     operands = {"a_desc": tiles_of(tiles.rows, codes=codes), "b_desc": tiles_of(tiles.cols, codes=codes)}
     arguments = {**operands, "a_scale_ptr": FP32, "b_scale_ptr": FP32,
                  "bias_ptr": BF16, "out_ptr": out, "b_factor": "fp32", **integers("m", "n", "k", "k_of_split")}  # fmt: skip
     constants = {"ROWS": tiles.rows, "COLS": tiles.cols, "DEPTH": 128, "A_SCALES": "rows", "B_SCALES": "rows",
-                 "HAS_BIAS": True, "PROMOTED": promoted, "INT8": codes == INT8, "PERSISTENT": True}  # fmt: skip
+                 "HAS_BIAS": True, "PROMOTED": promoted, "INT8": codes == INT8, "PERSISTENT": persistent}  # fmt: skip
     return {"module": "gemm_kernels", "kernel": "gemm_kernel", "arguments": arguments, "constants": constants,
             "warps": tiles.warps, "stages": tiles.stages}  # fmt: skip
 
@@ -172,8 +173,8 @@ def norm_case(n: int) -> dict[str, Any]:
             "warps": 4, "stages": 3}  # fmt: skip
 
 
-def is_widest(tiles: Tiles) -> bool:
-    return (tiles.rows, tiles.cols) == (128, 256)
+def name_of(tiles: Tiles) -> str:
+    return f"{tiles.rows}x{tiles.cols}" + (f" by {tiles.per_sm}" if tiles.per_sm > 1 else "")
 
 
 CASES = {
@@ -191,10 +192,13 @@ CASES = {
     "cast narrow rows by powers of two": rowwise_case(16, 256, power=True),
     "cast wide rows to int8": rowwise_case(1, 16384, INT8),
     "cast narrow rows to int8": rowwise_case(16, 256, INT8),
-    **{f"int8 gemm {t.rows}x{t.cols}": gemm_case(t, promoted=False, codes=INT8) for t in GEMM_TILES},
-    **{f"int8 gemm {t.rows}x{t.cols} to fp32": gemm_case(t, promoted=False, out=FP32, codes=INT8) for t in GEMM_TILES},
-    **{f"gemm {t.rows}x{t.cols}": gemm_case(t, promoted=not is_widest(t)) for t in GEMM_TILES},
-    **{f"gemm {t.rows}x{t.cols} to fp32": gemm_case(t, promoted=False, out=FP32) for t in GEMM_TILES},
+    **{f"int8 gemm {name_of(t)}": gemm_case(t, promoted=False, codes=INT8) for t in GEMM_TILES},
+    **{f"int8 gemm {name_of(t)} to fp32": gemm_case(t, promoted=False, out=FP32, codes=INT8) for t in GEMM_TILES},
+    **{f"gemm {name_of(t)}": gemm_case(t, promoted=False) for t in GEMM_TILES},
+    **{f"gemm {name_of(t)}, one tile": gemm_case(t, promoted=False, persistent=False) for t in GEMM_TILES},
+    **{f"gemm {name_of(t)} to fp32": gemm_case(t, promoted=False, out=FP32) for t in GEMM_TILES},
+    **{f"gemm {name_of(t)}, promoted": gemm_case(t, promoted=True) for t in PROMOTED_TILES},
+    **{f"gemm {name_of(t)}, promoted, a part": gemm_case(t, promoted=True, out=FP32, persistent=False) for t in PROMOTED_TILES},
     "block forward, small": forward_case(2048, 768, 256, HIGH=False),
     "block forward, small, serving": forward_case(2048, 768, 256, bias=True, **SERVING),
     "block forward, several small waves, serving": forward_case(6144, 768, 256, bias=True, **SERVING),
@@ -228,7 +232,7 @@ CASES = {
     "scales shared, transposed alone": shared_case(4096, norm=False, plain=False),
     "the largest": largest_case(),
     # What choose_tiles must not choose: its sums do not fit twice.
-    "promoted 128x256": gemm_case(next(filter(is_widest, GEMM_TILES)), promoted=True),
+    "promoted 128x256": gemm_case(GEMM_TILES[0], promoted=True),
 }
 
 

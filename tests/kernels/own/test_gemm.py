@@ -108,7 +108,7 @@ class TestTiles:
     @given(m=st.integers(1, 20000), n=st.integers(1, 8192), k=st.integers(1, 200000), promoted=st.booleans())
     def test_fit_the_machine(self, m: int, n: int, k: int, promoted: bool) -> None:
         tiles = choose_tiles(m, n, k, self.SMS, promoted=promoted)
-        assert tiles.stages * (tiles.rows + tiles.cols) * tiles.depth <= 200 << 10  # of shared memory
+        assert tiles.per_sm * tiles.stages * (tiles.rows + tiles.cols) * tiles.depth <= 220 << 10  # of shared memory
         assert not (promoted and tiles.rows * tiles.cols > 128 * 128)  # sums twice in registers
         if tiles.splits > 1:
             assert k // tiles.splits >= SHORTEST_SPLIT
@@ -119,6 +119,10 @@ class TestTiles:
         assert (large.rows, large.cols, large.splits) == (128, 256, 1)
         small = choose_tiles(2048, 512, 512, self.SMS, promoted=False)
         assert count(small, 2048, 512) > self.SMS // 2
+        # What was fastest on an H200.
+        assert choose_tiles(2048, 1024, 4096, self.SMS, promoted=False) == Tiles(128, 128, 128, warps=4, stages=4)
+        assert choose_tiles(1024, 1024, 12288, self.SMS, promoted=False) == Tiles(64, 128, 128, warps=4, stages=6)
+        assert choose_tiles(6144, 768, 256, self.SMS, promoted=False).per_sm == 3
 
     def test_programs_persist_where_each_has_more_than_one_tile(self) -> None:
         tiles = Tiles(64, 128, 128, warps=4, stages=4, per_sm=2)
