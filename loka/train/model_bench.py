@@ -8,8 +8,9 @@ host is timed. Arm and baseline take turns step by step, and the speed-up is the
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice, repeat
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from loka.core.plan import Goal
 from loka.core.survey import Survey
 from loka.data.batch import Batch
 from loka.data.dataset import open_dataset
+from loka.models.recommender import Recommender
 from loka.models.registry import build_model
 from loka.mods.apply import apply_mods
 from loka.train.config import Precision, TrainConfig
 from loka.train.loka_plan import survey_model
 from loka.train.model_arms import ARMS, BASELINE, ModelArm, Subject
 from loka.train.precision import matmul_precision
-from loka.train.step_profile import profile_step
+from loka.train.step_profile import profile_calls
 from loka.train.step_timer import StepTimer, step_timer, take_turns
 from loka.train.trainer import Trainer
 
@@ -54,8 +56,8 @@ class Ready:
     """An arm built, prepared, run and made ready to be timed."""
 
     timer: StepTimer
-    trainer: Trainer
-    batch: Batch
+    step: Callable[[], object]  # launched by the host
+    model: Recommender
     did: str
     ready_s: float  # to build, plan and compile it
     peak_bytes: int | None  # of its weights, states and activations; None on the CPU
@@ -110,8 +112,11 @@ class ModelBench:
             "ready_s": ready.ready_s,
             "peak_bytes": ready.peak_bytes,
         }
-        if cell.goal is Goal.TRAINING and (ready is baseline or arm.is_planned):  # where the time goes before and after
-            profile = profile_step(ready.trainer, repeat(ready.batch), warmup=0, timed=5, profiled=PROFILED_STEPS)
+        if ready is baseline or arm.is_planned:  # where the time goes before and after
+            compiled = self.device.type == "cuda"
+            profile = profile_calls(
+                ready.step, ready.model, cell.batch_size, compiled=compiled, timed=5, profiled=PROFILED_STEPS
+            )
             row["shares"] = {str(kind): share for kind, share in profile.shares.items()} if profile.is_sound else None
         return row
 
@@ -123,22 +128,24 @@ class ModelBench:
         survey = self._survey(cell, arm, batches) if arm.is_planned else None
         release_memory(self.device)
         before = torch.cuda.memory_allocated(self.device) if on_cuda else 0
-        trainer = self._trainer(cell, arm)
-        dtype = torch.bfloat16 if cell.goal is Goal.SERVING and arm.precision is Precision.BF16 else torch.float32
-        if cell.goal is Goal.SERVING:
-            trainer.model.eval()
-            trainer.model.dense_part.to(dtype)
-        example = dense_arguments(trainer, batches[0], dtype)
-        did = arm.prepare(Subject(trainer.model.dense_part, example, cell.goal, survey))
+        trains = cell.goal is Goal.TRAINING
+        trainer = self._trainer(cell, arm) if trains else None  # its optimizers would keep weights that serving drops
+        model = trainer.model if trainer else self._model(cell, arm)
+        dtype = torch.float32 if trains or arm.precision is not Precision.BF16 else torch.bfloat16
+        if not trains:
+            model.eval()
+            model.dense_part.to(dtype)
+        example = dense_arguments(model, batches[0], dtype)
+        did = arm.prepare(Subject(model.dense_part, example, cell.goal, survey))
         if on_cuda:
-            trainer.model.dense_part.compile(dynamic=False)
-            trainer.config = replace(trainer.config, compile=True)  # for the profile to tell its kernels
+            model.dense_part.compile(dynamic=False)
             torch.cuda.reset_peak_memory_stats(self.device)  # of making it ready; compiling shows in no step's memory
-        step = training_step(trainer, batches[0]) if cell.goal is Goal.TRAINING else serving_call(trainer, batches[0], dtype)
+        call = partial(trainer.step, batches[0]) if trainer else serving_call(model, batches[0], dtype)
+        step = partial(_in_precision, arm.precision, call)
         for _ in range(2):  # the first makes the optimizers' states
             step()
         peak = torch.cuda.max_memory_allocated(self.device) - before if on_cuda else None
-        return Ready(step_timer(step, self.device), trainer, batches[0], did, time.perf_counter() - begin, peak)
+        return Ready(step_timer(step, self.device), step, model, did, time.perf_counter() - begin, peak)
 
     def _trainer(self, cell: Cell, arm: ModelArm) -> Trainer:
         config = TrainConfig(
@@ -151,6 +158,12 @@ class ModelBench:
             device=str(self.device),
             out=None,
         )
+        trainer = Trainer(self._model(cell, arm), config)
+        for group in trainer.dense_optimizer.param_groups:
+            group["capturable"] = self.device.type == "cuda"
+        return trainer
+
+    def _model(self, cell: Cell, arm: ModelArm) -> Recommender:
         torch.manual_seed(0)
         with torch.device(self.device):  # first weights made in place: a large model's would take minutes on the CPU
             model = build_model(cell.model, cell.preset, self.data.schema)
@@ -158,10 +171,7 @@ class ModelBench:
             batch = next(self.data.train(64))
             with torch.no_grad():
                 apply_mods(model.dense_part, arm.mods, example=(batch.dense_BD, *model.embeddings(batch)))
-        trainer = Trainer(model, config)
-        for group in trainer.dense_optimizer.param_groups:
-            group["capturable"] = self.device.type == "cuda"
-        return trainer
+        return model
 
     def _survey(self, cell: Cell, arm: ModelArm, batches: Sequence[Batch]) -> Survey:
         """Of a model of its own, so that what probing leaves behind is in no arm's memory."""
@@ -189,26 +199,23 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
 
 
-def training_step(trainer: Trainer, batch: Batch) -> Callable[[], object]:
-    def step() -> None:
-        with matmul_precision(trainer.config.precision):
-            trainer.step(batch)
-
-    return step
+def _in_precision(precision: Precision, call: Callable[[], object]) -> None:
+    with matmul_precision(precision):
+        call()
 
 
-def serving_call(trainer: Trainer, batch: Batch, dtype: torch.dtype) -> Callable[[], object]:
+def serving_call(model: Recommender, batch: Batch, dtype: torch.dtype) -> Callable[[], object]:
     def serve() -> Tensor:
-        with torch.no_grad(), matmul_precision(trainer.config.precision):
-            return trainer.model.dense_part(*dense_arguments(trainer, batch, dtype)).float()
+        with torch.no_grad():
+            return model.dense_part(*dense_arguments(model, batch, dtype)).float()
 
     return serve
 
 
-def dense_arguments(trainer: Trainer, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def dense_arguments(model: Recommender, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What the dense part reads of ``batch``; floating tensors in ``dtype``."""
     with torch.no_grad():
-        tensors = (batch.dense_BD, *trainer.model.embeddings(batch))
+        tensors = (batch.dense_BD, *model.embeddings(batch))
     return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 

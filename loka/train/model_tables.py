@@ -21,7 +21,10 @@ def make_tables(results: GatheredResults) -> str:
             parts.append(f"{what}, the dense part alone: speed-up over {BASELINE}\n\n{_dense_speedups(cells)}")
         if any(row.get("peak_bytes") for rows in cells.values() for row in rows.values()):
             parts.append(f"{what}: peak memory of weights, states and activations, GiB\n\n{_memory(cells)}")
-    parts.append(f"Where a training step's kernel time goes\n\n{_shares(_cells(results, Goal.TRAINING))}")
+    for goal, what in ((Goal.TRAINING, "training step"), (Goal.SERVING, "serving call")):
+        cells = _cells(results, goal)
+        if any("shares" in row for rows in cells.values() for row in rows.values()):
+            parts.append(f"Where a {what}'s kernel time goes\n\n{_shares(cells)}")
     parts.append(f"What was done, and what could not be\n\n{_deeds(results)}")
     return "\n".join(parts)
 

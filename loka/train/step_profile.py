@@ -140,25 +140,44 @@ def shares_of(kernels: Iterable[TimedKernel], *, compiled: bool) -> dict[Kind, f
 def profile_step(trainer: Trainer, batches: Iterator[Batch], *, warmup: int, timed: int, profiled: int) -> StepProfile:
     """Time ``timed`` steps as they run in training, the making of the batches included, then profile a few more."""
 
-    def run(steps: int) -> float:
+    def step() -> None:
+        with record_function(_INPUT_RANGE):
+            batch = next(batches)
+        trainer.step(batch)
+
+    config = trainer.config
+    return profile_calls(
+        step, trainer.model, config.batch_size, compiled=config.compile, warmup=warmup, timed=timed, profiled=profiled
+    )
+
+
+def profile_calls(
+    call: Callable[[], object],
+    model: Recommender,
+    batch_size: int,
+    *,
+    compiled: bool,
+    warmup: int = 0,
+    timed: int,
+    profiled: int,
+) -> StepProfile:
+    """Time ``timed`` calls, launched one after another, then profile a few more."""
+
+    def run(calls: int) -> float:
         start = time.perf_counter()
-        for _ in range(steps):
-            with record_function(_INPUT_RANGE):
-                batch = next(batches)
-            trainer.step(batch)
-        if trainer.device.type == "cuda":
+        for _ in range(calls):
+            call()
+        if next(model.parameters()).is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     run(warmup)
     seconds = run(timed) / timed
-    compiled = trainer.config.compile
-    kernels = profile_kernels(lambda: run(profiled), trainer.model, compiled=compiled)
-    busy = sum(kernel.time_us for kernel in kernels) / profiled / (1e6 * seconds)
+    kernels = profile_kernels(lambda: run(profiled), model, compiled=compiled)
     return StepProfile(
-        samples_per_s=trainer.config.batch_size / seconds,
+        samples_per_s=batch_size / seconds,
         step_ms=1e3 * seconds,
-        busy=busy,
+        busy=sum(kernel.time_us for kernel in kernels) / profiled / (1e6 * seconds),
         shares=shares_of(kernels, compiled=compiled),
     )
 
@@ -171,6 +190,7 @@ def profile_kernels(run: Callable[[], object], model: Recommender, *, compiled: 
         ranges.enter_context(_in_range(model, "forward", "loka.model"))
         ranges.enter_context(_in_range(model.embeddings, "forward", _EMBEDDING_RANGE))
         if not compiled:  # a compiled model would be compiled anew for them
+            ranges.enter_context(_in_range(model.dense_part, "forward", "loka.model"))  # as serving calls it
             for _, caster in CASTERS.items():
                 ranges.enter_context(_in_range(caster, "cast", _CAST_RANGE))
         with profile(activities=activities, acc_events=True) as profiler:

@@ -1,10 +1,13 @@
 """``loka bench model``: the arms do what they are called, are timed in turn, and the tables say what the rows hold."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from cyclopts import CoercionError
+from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 
 from loka.cli import app
@@ -15,7 +18,7 @@ from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
 from loka.nn.linear import LokaLinear
 from loka.train.fp8_everywhere import apply_everywhere
-from loka.train.model_arms import ARMS, BASELINE
+from loka.train.model_arms import ARMS, BASELINE, Subject
 from loka.train.model_bench import Cell, ModelBench
 from loka.train.model_tables import ceiling, make_tables
 from loka.train.step_profile import Kind
@@ -38,16 +41,39 @@ def test_every_arm_gives_a_row_or_a_reason(bench, goal):
         row = rows[arm]
         assert row["speedup"] == pytest.approx(row["baseline_us"] / row["time_us"]["median_us"])
         assert row["time_us"]["rounds"] == 3
-    assert ("shares" in rows[BASELINE]) is (goal is Goal.TRAINING)
+    shares = rows[BASELINE]["shares"]
+    assert shares is None or (shares[Kind.GEMM] > 0 and (shares[Kind.OPTIMIZER] > 0) is (goal is Goal.TRAINING))
+    assert all("shares" not in rows[arm] for arm in ("fp32", "mods"))
 
 
 def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
-    served = bench._ready(Cell("dlrm", "tiny", 32, Goal.SERVING), ARMS[BASELINE]).trainer
-    assert {parameter.dtype for parameter in served.model.dense_part.parameters()} == {torch.bfloat16}
-    assert served.steps_done == 0
-    trained = bench._ready(Cell("dlrm", "tiny", 32, Goal.TRAINING), ARMS[BASELINE]).trainer
-    assert {parameter.dtype for parameter in trained.model.dense_part.parameters()} == {torch.float32}  # autocast
-    assert trained.steps_done == 2
+    def weights(goal: Goal) -> list[torch.Tensor]:
+        return list(bench._ready(Cell("dlrm", "tiny", 32, goal), ARMS[BASELINE]).model.dense_part.parameters())
+
+    before = [
+        weight.detach()
+        for weight in bench._model(Cell("dlrm", "tiny", 32, Goal.SERVING), ARMS[BASELINE]).dense_part.parameters()
+    ]
+    served, trained = weights(Goal.SERVING), weights(Goal.TRAINING)
+    assert all(torch.equal(weight, first.bfloat16()) for weight, first in zip(served, before, strict=True))
+    assert {weight.dtype for weight in trained} == {torch.float32}  # autocast
+    assert not all(torch.equal(weight, first) for weight, first in zip(trained, before, strict=True))
+
+
+def test_what_an_arm_drops_in_serving_is_gone(bench):
+    dropped = []
+
+    def drop(subject: Subject) -> str:
+        for module in subject.dense_part.modules():
+            if isinstance(module, nn.Linear):
+                dropped.append(weakref.ref(module.weight))
+                module.weight = nn.Parameter(module.weight.detach().clone())
+        return ""
+
+    ready = bench._ready(Cell("dlrm", "tiny", 32, Goal.SERVING), replace(ARMS[BASELINE], prepare=drop))
+    gc.collect()
+    assert dropped
+    assert not any(weight() is not None for weight in dropped), ready
 
 
 def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
@@ -185,7 +211,9 @@ class TestTables:
         assert "| 64 | bf16 | 50.0 %" not in tables
         assert "- loka: 7 of 9 sites (wukong/base/2048/training)" in tables
         assert "- fbgemm: could not run: no library" in tables
-        assert "Serving" not in tables
+        assert "erving" not in tables
+        results.add("wukong/base/2048/serving/bf16", about | base | {"arm": "bf16", "goal": "serving"})
+        assert f"| 2048 | bf16 | 50.0 % | 0.0 % {rest} 2.00 |" in make_tables(results).partition("a serving call's")[2]
 
     @pytest.mark.parametrize(("speedup", "is_graph", "told"), [(1.5, False, "2.00*"), (3.0, True, "–"), (4.0, True, "–")])
     def test_dense_speedups_where_the_step_was_launched_or_is_nothing_but_what_stays(self, tmp_path, speedup, is_graph, told):
