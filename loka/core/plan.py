@@ -1,7 +1,7 @@
 """The Plan: the kernel chosen for every site and role, with the numbers and the reason, chosen or not."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +21,7 @@ from loka.core.vectors import read_vectors, write_vectors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.plan/3"
+SCHEMA = "loka.plan/4"
 
 
 class Goal(StrEnum):
@@ -55,6 +55,12 @@ class BlockPlan(Struct, frozen=True):
     activation: str | None
     fp8_input: bool = False
     producer: str | None = None  # a site
+    entry: str | None = None  # the norm in front of it, which the block runs too, into FP8
+
+    @property
+    def absorbed(self) -> tuple[str, ...]:
+        """The modules that it runs besides its site, in their order."""
+        return tuple(name for name in (self.entry, self.norm, self.activation) if name)
 
 
 class FinerForward(Struct, frozen=True):
@@ -208,6 +214,12 @@ def _with_one_finer_forward(fields: Fields) -> Fields:
     return {**fields, "sites": [_with_list_of_finer(site) if isinstance(site, dict) else site for site in sites]}
 
 
+@migrates("loka.plan/3")
+def _without_entries(fields: Fields) -> Fields:
+    """Its blocks cast their inputs."""
+    return fields
+
+
 def _with_list_of_finer(site: Fields) -> Fields:
     exact = site.get("exact_forward")
     return {**{name: value for name, value in site.items() if name != "exact_forward"}, "finer": [exact] if exact else []}
@@ -251,6 +263,14 @@ def _what_is_wrong(plan: Plan) -> str | None:
             shape = tuple(plan.vectors[vector].shape) if vector in plan.vectors else None
             if shape != (site.k,):
                 return f"the vector {vector} should have {site.k} values, " + (f"it is {shape}" if shape else "it is missing")
-        if site.block and site.block.fp8_input and site.block.producer not in blocks:
-            return f"{site.site} takes FP8 from {site.block.producer}, which is no block of the plan"
+        if site.block and (wrong := _what_is_wrong_in_front(site.block, blocks)):
+            return f"{site.site} {wrong}"
+    return None
+
+
+def _what_is_wrong_in_front(block: BlockPlan, blocks: Collection[str]) -> str | None:
+    if block.producer is not None and block.entry is not None:
+        return f"takes FP8 from {block.producer} and from the norm {block.entry}: it can be one alone"
+    if block.fp8_input and block.producer not in blocks:
+        return f"takes FP8 from {block.producer}, which is no block of the plan"
     return None

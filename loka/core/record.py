@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.documents import parse_document
+from loka.core.documents import Fields, migrates, parse_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import atomic_path
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from loka.core.sampling import Sampler
 
-SCHEMA = "loka.record/2"
+SCHEMA = "loka.record/3"
 FILE = "record.safetensors"
 SAME_DIRECTION = 0.9  # the cosine
 _MADE_BY = "loka probe WORKLOAD -o {}"
@@ -62,6 +62,7 @@ class SiteFacts:
     activation_kind: str | None = None
     consumers: tuple[str, ...] = ()
     producer: str | None = None  # the site whose block feeds this one and nothing else
+    entry: str | None = None  # the BlockNorm that feeds it and nothing else, and follows no site
     bias_norms: tuple[float, ...] = ()  # ‖b‖ at even intervals of the run, the oldest first
     notes: tuple[str, ...] = ()
     weight_format: Format = Format.FP32  # what the model keeps the weight in
@@ -291,6 +292,12 @@ def _read(path: Path) -> "tuple[RecordDocument, dict[str, Tensor]]":
     if "document" not in metadata:
         raise InvalidFile(f"{path} holds tensors but no Record: make one with `{made_by}`")
     return parse_document(metadata["document"], path, SCHEMA, RecordDocument, made_by=made_by), tensors
+
+
+@migrates("loka.record/2")
+def _without_entries(fields: Fields) -> Fields:
+    """Its sites do not know of a norm in front of them."""
+    return fields
 
 
 def _site(facts: SiteFacts, rules: dict[str, Rule], tensors: "dict[str, Tensor]", path: Path) -> SiteRecord:

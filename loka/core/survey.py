@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.documents import read_document, write_document
+from loka.core.documents import Fields, migrates, read_document, write_document
 from loka.core.environment import Environment
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role, TensorName
@@ -19,7 +19,7 @@ from loka.core.vectors import read_vectors, write_vectors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/2"  # 1 had no misread_backward: there is nothing to make it from
+SCHEMA = "loka.survey/3"  # 1 had no misread_backward: there is nothing to make it from
 Times = dict[int, float]  # M → µs
 
 
@@ -70,6 +70,11 @@ class BlockCandidate(Struct, frozen=True):
     baseline_training_us: Times = {}
     epilogue_forward_us: Times = {}  # norm and activation alone, compiled: what stays where the site is no block
     epilogue_training_us: Times = {}
+    entry: str | None = None  # the norm in front of it, by name, which may hand it FP8: no input is cast then
+    entry_forward_us: Times = {}  # that norm into FP8, and its gradient
+    entry_training_us: Times = {}
+    entry_baseline_forward_us: Times = {}  # the same norm compiled in high precision
+    entry_baseline_training_us: Times = {}
 
 
 class SiteSurvey(Struct, frozen=True):
@@ -133,3 +138,9 @@ class Survey:
         folder = Path(run)
         document = read_document(folder / "survey.json", SCHEMA, SurveyDocument, made_by=f"loka measure {run}")
         return cls(document, read_vectors(folder / "survey.safetensors"))
+
+
+@migrates("loka.survey/2")
+def _without_entries(fields: Fields) -> Fields:
+    """Its blocks cast their inputs."""
+    return fields

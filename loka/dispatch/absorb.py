@@ -1,4 +1,4 @@
-"""Whether a block may absorb the norm and activation behind its site: nothing else may run through them."""
+"""Whether a block may absorb the norm and activation around its site: nothing else may run through them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,15 +29,19 @@ def _why_not(found: FoundBlocks, site: SitePlan) -> str | None:
     block = found.of(site.site)
     if block.calls is None:
         return f"cannot be followed through the model: pass example=(…), forward's arguments ({found.how})"
-    behind = (block.norm.module if block.norm else None, block.activation.module if block.activation else None)
-    for planned, here in zip((site.block.norm, site.block.activation), behind, strict=True):
+    around = (
+        ("behind", site.block.norm, block.norm),
+        ("behind", site.block.activation, block.activation),
+        ("in front of", site.block.entry, block.entry),
+    )
+    for where, planned, here in around:
         if planned is None:
             continue
-        if planned != here:
-            return f"is planned with {planned} behind it, and here it is {here or 'another'}"
+        if here is None or planned != here.module:
+            return f"is planned with {planned} {where} it, and here it is {here.module if here and here.module else 'another'}"
         calls = len(found.graph.calls_of(planned))
         if calls != block.calls:
-            return f"cannot absorb {planned}, which runs behind other layers too: give each layer a module of its own"
+            return f"cannot absorb {planned}, which runs {where} other layers too: give each layer a module of its own"
     return None
 
 

@@ -45,14 +45,15 @@ def bind_site(module: nn.Linear, site: SitePlan, plan: Plan) -> list[Swap] | str
 def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap] | str:
     """A planned block with what it absorbs, ready to be put in; or why it cannot be."""
     assert site.block is not None
-    norm, activation = (model.get_submodule(name) if name else None for name in (site.block.norm, site.block.activation))
+    parts = {name: model.get_submodule(name) for name in site.block.absorbed}
+    norm, activation, entry = (parts.get(name or "") for name in (site.block.norm, site.block.activation, site.block.entry))
     try:
-        block = FusedBlock.from_modules(module, norm, activation)
+        block = FusedBlock.from_modules(module, norm, activation, entry)
     except LokaError as error:
         return str(error)
     if block.why_reference:
         return f"{site.block.kernel} cannot run here: {block.why_reference}"
-    absorbed = [Swap(part, PassThrough(site.site)) for part in (norm, activation) if part is not None]
+    absorbed = [Swap(part, PassThrough(site.site)) for part in parts.values()]
     return [Swap(module, block), *absorbed]
 
 

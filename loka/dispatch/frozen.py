@@ -97,7 +97,7 @@ class FrozenBlock(Frozen):
     def __init__(self, block: FusedBlock, *, keep_weight: bool) -> None:
         super().__init__(block, keep_weight=keep_weight)
         assert block.chain is not None
-        self.norm, self.activation = block.norm, block.activation
+        self.norm, self.activation, self.entry = block.norm, block.activation, block.entry
         self.chain, self.follows = block.chain, block.follows
         self.followers: tuple[FrozenBlock, ...] = ()
         self._stored = block.weight.dtype
@@ -114,6 +114,7 @@ class FrozenBlock(Frozen):
             served = [ServedTensors(block.bias, block.codes, block.scale) for block in blocks]
             (y_MN,) = serve_chain(self.chain, input.reshape(-1, self.in_features), served, output_dtype(input))
             return y_MN.reshape(*input.shape[:-1], y_MN.shape[-1])
+        input = input if self.entry is None else self.entry(input)
         for block in blocks:
             input = block._reference(input)
         return input

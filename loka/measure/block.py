@@ -12,6 +12,7 @@ move 1 % of relu's inputs across 0, which is an error of 0.3 in dgrad whichever 
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,7 +168,9 @@ def block_shape(site: SiteRecord, m: int, dtype: Format) -> BlockShape:
     kinds = (site.norm_kind if site.norm else None, site.activation_kind if site.activation else None)
     asked = site.roles if site.trains else tuple(Role)
     needs = (Role.DGRAD in asked, Role.WGRAD in asked)
-    return BlockShape(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds, *needs)
+    return BlockShape(
+        SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds, *needs, site.entry is not None
+    )
 
 
 def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:
@@ -204,4 +207,10 @@ def _candidate(
         baseline_training_us=of("baseline_training"),
         epilogue_forward_us=of("epilogue_forward"),
         epilogue_training_us=of("epilogue_training"),
+        **(_of_entry(site, times) if site.entry and all("entry_forward" in us for us in times.values()) else {}),
     )
+
+
+def _of_entry(site: SiteRecord, times: dict[int, dict[str, float]]) -> dict[str, Any]:
+    names = ("entry_forward", "entry_training", "entry_baseline_forward", "entry_baseline_training")
+    return {"entry": site.entry} | {f"{name}_us": {m: us[name] for m, us in times.items()} for name in names}

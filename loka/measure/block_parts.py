@@ -14,7 +14,8 @@ from loka.measure.timing import Candidate
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_epilogue, block_reference
 from loka.nn.fused_block import FusedBlock
-from loka.nn.fused_steps import cast_input
+from loka.nn.fused_spec import NormSpec, norm_spec
+from loka.nn.fused_steps import cast_input, norm_input, norm_input_backward
 from loka.numerics.formats import torch_dtype
 
 
@@ -30,6 +31,7 @@ class BlockShape:
     activation: str | None
     needs_dx: bool = True  # in training
     needs_dw: bool = True
+    has_entry: bool = False  # a BlockNorm in front of it that may hand it FP8
 
     def __str__(self) -> str:
         return " → ".join(part for part in (f"linear {self.site}", self.norm, self.activation) if part)
@@ -125,7 +127,40 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
     }
     if block.norm is not None or block.activation is not None:  # else there is nothing to time
         calls |= {"epilogue_forward": epilogue_forward, "epilogue_training": epilogue_training}
+    if shape.has_entry and block.why_reference is None:
+        calls |= _entry_calls(shape, x_MK)
     return calls
+
+
+def _entry_calls(shape: BlockShape, x_MK: Tensor) -> dict[str, Candidate]:
+    """The norm in front of a block: into FP8 by our kernels, and as torch compiles it."""
+    norm = BlockNorm(shape.site.k)
+    spec, compiled = norm_spec(norm), torch.compile(norm.forward, dynamic=False, fullgraph=True)
+    assert isinstance(spec, NormSpec)
+    dx_MK = 1e-3 * torch.randn_like(x_MK)
+
+    def entry_forward(turn: int) -> object:
+        return norm_input(x_MK, spec, transposed=False, saved=False)
+
+    def entry_training(turn: int) -> object:
+        codes, saved = norm_input(x_MK, spec, transposed=shape.needs_dw, saved=shape.needs_dx)
+        return norm_input_backward(dx_MK, spec, saved) if shape.needs_dx else codes
+
+    def entry_baseline_forward(turn: int) -> object:
+        with torch.no_grad():
+            return compiled(x_MK)
+
+    def entry_baseline_training(turn: int) -> object:
+        x = x_MK.detach().requires_grad_(shape.needs_dx)
+        y_MK = compiled(x)
+        return torch.autograd.grad(y_MK, x, dx_MK.to(y_MK.dtype)) if shape.needs_dx else y_MK
+
+    return {
+        "entry_forward": entry_forward,
+        "entry_training": entry_training,
+        "entry_baseline_forward": entry_baseline_forward,
+        "entry_baseline_training": entry_baseline_training,
+    }
 
 
 def room_to_compile() -> AbstractContextManager[object]:

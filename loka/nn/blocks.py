@@ -21,7 +21,7 @@ _LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag
 
 @dataclass(frozen=True)
 class Follower:
-    """A norm or an activation behind a site."""
+    """A norm or an activation behind a site, or a norm in front of it."""
 
     kind: str  # LayerNorm, or layer_norm where it is a function
     module: str | None  # fully qualified name; None for a function, which cannot be swapped
@@ -51,6 +51,7 @@ class Block:
     consumers: tuple[Consumer, ...]  # of what leaves the block; empty where nobody reads it or nobody knows
     is_head: bool | None  # a prediction head; None where it is not known who reads the output
     calls: int | None  # in one forward pass; None where that is not known
+    entry: Follower | None = None  # the norm in front of it, where it is read by the site alone and follows no other
     is_first: bool | None = None  # reads the model's inputs alone, nothing learned and no norm between; None where not known
     aliases: tuple[str, ...] = ()  # further names of the same module
     same_weight: tuple[str, ...] = ()  # other sites that hold the same weight
@@ -161,6 +162,7 @@ def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> Fou
                 consumers=tuple(dict.fromkeys(consumer for end in ends for consumer in _consumers(graph, end))),
                 is_head=_is_head(graph, model, module, calls),
                 calls=len(calls) if graph.is_known(name) else None,
+                entry=_entry(graph, model, calls),
                 is_first=_any([_reads_inputs_alone(graph, model, call) for call in calls]),
                 aliases=tuple(other for other in names[id(module)] if other != name),
                 same_weight=tuple(other for other in holders[_id_of_weight(module)] if other != name),
@@ -178,6 +180,18 @@ def _step_over(graph: Graph, model: nn.Module, ends: list[int], kind: Kind) -> t
     nexts = [reader[0] for reader in readers]
     followers = {_follower(model, graph.calls[call]) for call in nexts}
     return (followers.pop(), nexts) if len(followers) == 1 else (None, ends)
+
+
+def _entry(graph: Graph, model: nn.Module, calls: list[int]) -> Follower | None:
+    """The norm in front of all calls of a site, if nothing else reads it and it is not the norm behind another site."""
+    fronts = [graph.calls[call].reads for call in calls]
+    if not fronts or not all(len(reads) == 1 and len(graph.readers[reads[0]]) == 1 for reads in fronts):
+        return None
+    norms = [graph.calls[reads[0]] for reads in fronts]
+    if any(norm.kind is not Kind.NORM or any(graph.calls[read].kind is Kind.SITE for read in norm.reads) for norm in norms):
+        return None
+    entries = {_follower(model, norm) for norm in norms}
+    return entries.pop() if len(entries) == 1 else None
 
 
 def _follower(model: nn.Module, call: Call) -> Follower:

@@ -31,6 +31,7 @@ from loka.nn.weight_casts import (
 class FusedBlock(nn.Module):
     """activation(norm(x·wᵀ + b)) with the parameters and ``state_dict`` of the linear layer it is made from.
 
+    A BlockNorm in front, ``entry``, is applied to x and hands it on in FP8.
     A norm or activation that has parameters of its own, which no fused kernel takes, keeps them under its own name.
     """
 
@@ -38,39 +39,48 @@ class FusedBlock(nn.Module):
     why_reference: str | None  # why the block runs in high precision; None where it runs on the fused kernels
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, norm: nn.Module | None, activation: nn.Module | None
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        norm: nn.Module | None,
+        activation: nn.Module | None,
+        entry: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         if isinstance(norm, BlockNorm) and norm.n_features != self.out_features:
             raise InvalidInput(f"the linear gives {self.out_features} features, the norm behind it takes {norm.n_features}")
         self.weight, self.bias = weight, bias
-        self.norm, self.activation = norm, activation
+        self.norm, self.activation, self.entry = norm, activation, entry
         self.spec = block_spec(self.in_features, norm, activation)
         self.followers: tuple[FusedBlock, ...] = ()  # what link_blocks makes this block run as well
         self.follows = False
-        self.chain = _chain_spec((self,), None, (0,))
+        _require_fit((self,), entry)
+        self.chain = _chain_spec((self,), entry, (0,))
         self.refresh_weight_casts()
         self.register_load_state_dict_post_hook(refresh_after_load)
         keep_current(self)
 
     @classmethod
-    def from_modules(cls, linear: nn.Linear, norm: nn.Module | None, activation: nn.Module | None) -> "FusedBlock":
+    def from_modules(
+        cls, linear: nn.Linear, norm: nn.Module | None, activation: nn.Module | None, entry: nn.Module | None = None
+    ) -> "FusedBlock":
         """A block that shares the very parameters of ``linear``, so that its optimizer goes on as it was."""
         bias = linear._parameters.get("bias")
-        block = cls(own_weight(linear), bias if isinstance(bias, nn.Parameter) else None, norm, activation)
+        block = cls(own_weight(linear), bias if isinstance(bias, nn.Parameter) else None, norm, activation, entry)
         return block.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
         if self.follows:  # the block in front has done this one's work
             return input
-        (y,) = _run(self.chain, (self, *self.followers), None, (len(self.followers),), input)
+        (y,) = _run(self.chain, (self, *self.followers), self.entry, (len(self.followers),), input)
         return y
 
     @torch.inference_mode(False)  # in which a cast could not be written again outside of it
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there, if the kernels can run where it lies now."""
-        self.why_reference = self.spec if isinstance(self.spec, str) else why_not_here(self.weight.device, self.weight.dtype)
+        unable = (part for part in (self.spec, None if self.entry is None else norm_spec(self.entry)) if isinstance(part, str))
+        self.why_reference = next(unable, None) or why_not_here(self.weight.device, self.weight.dtype)
         if self.why_reference is None:
             store_casts(self, cast_weight(self.weight.detach())._asdict())
         else:
@@ -151,17 +161,17 @@ def link_blocks(blocks: Sequence[FusedBlock]) -> None:
     Parameters keep their names. Only for blocks each of which reads nothing but the one in front of it, in every call.
     """
     first, *others = blocks
-    _require_fit(blocks, None)
+    _require_fit(blocks, first.entry)
     if any(block.follows or block.followers for block in blocks):
         raise InvalidInput("a block is linked already: link each chain once, with all of its blocks")
     first.followers = tuple(others)
-    first.chain = _chain_spec(blocks, None, (len(others),))
+    first.chain = _chain_spec(blocks, first.entry, (len(others),))
     for block in others:
         block.follows = True
 
 
 def _run(
-    spec: ChainSpec | None, blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...], x: Tensor
+    spec: ChainSpec | None, blocks: Sequence[FusedBlock], entry: nn.Module | None, outputs: tuple[int, ...], x: Tensor
 ) -> tuple[Tensor, ...]:
     """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused where it can be."""
     require_input(x, blocks[0].weight)
@@ -182,7 +192,7 @@ def _run_fused(spec: ChainSpec, blocks: Sequence[FusedBlock], x: Tensor) -> tupl
     return tuple(result.reshape(*x.shape[:-1], result.shape[-1]) for result in results)
 
 
-def _chain_spec(blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: tuple[int, ...]) -> ChainSpec | None:
+def _chain_spec(blocks: Sequence[FusedBlock], entry: nn.Module | None, outputs: tuple[int, ...]) -> ChainSpec | None:
     """The chain as the kernels see it; None where they cannot compute all of it."""
     specs = tuple(block.spec for block in blocks if isinstance(block.spec, BlockSpec))
     entry_spec = None if entry is None else norm_spec(entry)
@@ -191,17 +201,19 @@ def _chain_spec(blocks: Sequence[FusedBlock], entry: BlockNorm | None, outputs: 
     return ChainSpec(specs, entry_spec, outputs)
 
 
-def _why_not_chained(blocks: Sequence[FusedBlock], entry: BlockNorm | None) -> str | None:
+def _why_not_chained(blocks: Sequence[FusedBlock], entry: nn.Module | None) -> str | None:
     entry_spec = None if entry is None else norm_spec(entry)
     if isinstance(entry_spec, str):
         return entry_spec
     return next((block.why_reference for block in blocks if block.why_reference), None)
 
 
-def _require_fit(blocks: Sequence[FusedBlock], entry: BlockNorm | None) -> None:
+def _require_fit(blocks: Sequence[FusedBlock], entry: nn.Module | None) -> None:
     if not blocks:
         raise InvalidInput("a chain needs at least one block")
-    given = blocks[0].in_features if entry is None else entry.n_features
+    if any(block.entry is not None and block.entry is not entry for block in blocks):
+        raise InvalidInput("a block of the chain has a norm of its own in front: give the chain that norm, as its entry")
+    given = entry.n_features if isinstance(entry, BlockNorm) else blocks[0].in_features
     for index, block in enumerate(blocks):
         if block.in_features != given:
             raise InvalidInput(f"block {index} of the chain reads {block.in_features} features, but gets {given}")

@@ -41,7 +41,8 @@ class BlockOption:
     time_us: float
     cast_us: float
     baseline_us: float
-    epilogue_us: float | None  # of norm and activation where the site is no block; None where that was not timed
+    epilogue_us: float | None  # of norms and activation where the site is no block; None where that was not timed
+    entry: str | None = None  # the norm in front of it, if it runs that too; then there is nothing to cast
 
     def step_us(self, fp8_input: bool) -> float:
         return self.time_us - self.cast_us if fp8_input else self.time_us
@@ -144,12 +145,15 @@ def _roles_of(block: BlockCandidate, goal: Goal) -> tuple[Role, ...]:
 
 
 def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockOption | None:
+    """The block by itself or with the norm in front of it, whichever saves more."""
     if goal is Goal.TRAINING:
         times, casts = block.training_us, block.training_cast_us or block.input_cast_us
         baseline, epilogue = block.baseline_training_us, block.epilogue_training_us
+        entry, entry_baseline = block.entry_training_us, block.entry_baseline_training_us
     else:
         times, casts = block.forward_us, block.input_cast_us
         baseline, epilogue = block.baseline_forward_us, block.epilogue_forward_us
+        entry, entry_baseline = block.entry_forward_us, block.entry_baseline_forward_us
     if not times or not baseline:
         return None
     calls = rows_by_measured(site.calls, baseline)
@@ -160,6 +164,13 @@ def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockO
         return sum(count * by_m.get(m, 0.0) for m, count in calls.items() if m in times)
 
     elsewhere_us = sum(count * baseline[m] for m, count in calls.items() if m not in times)  # M it cannot take
-    cast_us = total(casts)
+    time_us, baseline_us, cast_us = total(times) + elsewhere_us, total(baseline) + elsewhere_us, total(casts)
     epilogue_us = sum(count * epilogue[m] for m, count in calls.items()) if set(calls) <= set(epilogue) else None
-    return BlockOption(block, total(times) + cast_us + elsewhere_us, cast_us, total(baseline) + elsewhere_us, epilogue_us)
+    by_itself = BlockOption(block, time_us + cast_us, cast_us, baseline_us, epilogue_us)
+    if block.entry is None or elsewhere_us:
+        return by_itself
+    entry_us, norm_us = total(entry), total(entry_baseline)
+    if entry_us - norm_us >= cast_us:
+        return by_itself
+    around_us = None if epilogue_us is None else epilogue_us + norm_us
+    return BlockOption(block, time_us + entry_us, 0.0, baseline_us + norm_us, around_us, block.entry)

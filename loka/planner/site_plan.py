@@ -66,7 +66,11 @@ def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) ->
 def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits) -> SitePlan:
     site, block = study.site, option.block
     time_us = option.step_us(fp8_input)
-    reason = f"{option.baseline_us / time_us:.3g}× the compiled high-precision block" + (", input in FP8" if fp8_input else "")
+    reason = f"{option.baseline_us / time_us:.3g}× the compiled high-precision block"
+    if fp8_input:
+        reason += ", input in FP8"
+    elif option.entry:
+        reason += ", both with the norm in front"
     choices = {}
     for role in ROLES[limits.goal]:
         if role not in block.error:
@@ -87,7 +91,9 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
         baseline_us=option.baseline_us,
         time_us=time_us,
         reason=reason,
-        block=BlockPlan(block.kernel, block.norm, block.activation, fp8_input, site.producer if fp8_input else None),
+        block=BlockPlan(
+            block.kernel, block.norm, block.activation, fp8_input, site.producer if fp8_input else None, option.entry
+        ),
         refused=(*study.refused, *also, *others),
         finer=_finer(study, choices[Role.FPROP], limits),
     )

@@ -56,7 +56,7 @@ class PlanRow(Struct, frozen=True):
     share: float
     reason: str
     transform: str = ""
-    fused: str = ""  # the norm and activation that its block absorbs
+    fused: str = ""  # the norms and activation that its block absorbs
     error: float | None = None
     error_low: float | None = None
     error_high: float | None = None

@@ -97,7 +97,7 @@ def list_plan(plan: PlanDocument, survey: SurveyDocument | None) -> tuple[PlanRo
             share=share[site.site],
             reason=choice.reason,
             transform="" if site.transform is Transform.NONE else str(site.transform),
-            fused=" → ".join(name for name in (site.block.norm, site.block.activation) if name) if site.block else "",
+            fused=" → ".join(site.block.absorbed) if site.block else "",
             error=choice.error.mean if choice.error else None,
             error_low=choice.error.low if choice.error else None,
             error_high=choice.error.high if choice.error else None,

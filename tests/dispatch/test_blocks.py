@@ -52,6 +52,7 @@ def _pretend_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: setattr(self, "why_reference", None))
 
     def run(spec, blocks, entry, outputs, x):  # type: ignore[no-untyped-def]
+        x = x if entry is None else entry(x)
         for one in blocks:
             x = one.reference(x)
         return (x,)
@@ -99,6 +100,51 @@ def test_a_layer_with_nothing_behind_it_ends_a_chain() -> None:
     torch.testing.assert_close(model.side.bias.grad, plain.side.bias.grad)
     loka.restore(model)
     assert type(model.side) is nn.Linear
+
+
+class Entered(nn.Module):
+    """A chain behind a norm, as Wukong's factorization machines have it."""
+
+    def __init__(self, *, beside: bool = False) -> None:
+        super().__init__()
+        self.norm, self.chain, self.beside = loka.BlockNorm(32), chain(), beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.chain(x) + x.sum(-1, keepdim=True) if self.beside else self.chain(x)
+
+
+def entered_plan(model: nn.Module) -> Plan:
+    first = BlockPlan("triton.block", "chain.layers.1", "chain.layers.2", entry="norm")
+    second = BlockPlan("triton.block", "chain.layers.4", "chain.layers.5", True, "chain.layers.0")
+    return plan_for(model, {"chain.layers.0": first, "chain.layers.3": second})
+
+
+def test_a_chain_absorbs_the_norm_in_front_of_it() -> None:
+    model, plain = Entered(), Entered()
+    loka.apply_plan(model, entered_plan(model))
+    first = model.chain.layers[0]
+    assert isinstance(model.norm, PassThrough)
+    assert first.chain.entry is not None
+    assert first.followers == (model.chain.layers[3],)
+    torch.testing.assert_close(model(batch()), plain(batch()))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    again = copy.deepcopy(model)
+    give_back(again, "chain.layers.3", "drifted")
+    assert isinstance(again.norm, PassThrough)
+    torch.testing.assert_close(again(batch()), plain(batch()))
+    give_back(again, "chain.layers.0", "drifted too")
+    for one in (model, again):
+        loka.restore(one)
+        assert [type(module) for module in one.modules()] == [type(module) for module in plain.modules()]
+        torch.testing.assert_close(one(batch()), plain(batch()))
+
+
+def test_a_norm_in_front_that_something_else_reads_is_not_absorbed() -> None:
+    model = Entered(beside=True)
+    with pytest.raises(KernelUnavailable, match=r"chain.layers.0 is planned with norm in front of it, and here it is another"):
+        loka.apply_plan(model, entered_plan(model))
+    assert type(model.norm) is loka.BlockNorm
 
 
 @pytest.mark.parametrize(("site", "followers"), [("layers.0", [1, 0]), ("layers.3", [0, 0]), ("layers.6", [1, 0])])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import loka
 from loka.core.plan import BlockPlan, Plan
-from loka.dispatch.planned import PlannedLinear
+from loka.dispatch.planned import PassThrough, PlannedLinear
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
@@ -18,11 +18,12 @@ WIDTH, ROWS = 512, 1024
 
 
 class Model(nn.Module):
-    """A chain of two blocks and one without a norm, between layers of four kernels, and a head."""
+    """A chain of two blocks behind a norm, and one without a norm, between layers of four kernels, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.front = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Hardswish(), nn.Linear(WIDTH, WIDTH), nn.Hardswish())
+        self.norm = loka.BlockNorm(WIDTH)
         self.chain = nn.Sequential()
         for _ in range(2):
             self.chain.extend([nn.Linear(WIDTH, WIDTH, bias=False), loka.BlockNorm(WIDTH), nn.Hardswish()])
@@ -31,7 +32,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.back(self.plain(self.chain(self.front(x)))))
+        return self.head(self.back(self.plain(self.chain(self.norm(self.front(x))))))
 
 
 def model() -> Model:
@@ -49,7 +50,7 @@ def mixed(model: nn.Module) -> Plan:
     names = [name for name in wanted if name in KERNELS and KERNELS.get(name).missing(here) is None][:4]
     sites = ("front.0", "front.2", "back.0", "back.2")
     kernels: dict[str, SiteKernels | BlockPlan] = {s: SiteKernels.same(n) for s, n in zip(sites, names, strict=False)}
-    kernels["chain.0"] = BlockPlan("triton.block", "chain.1", "chain.2")
+    kernels["chain.0"] = BlockPlan("triton.block", "chain.1", "chain.2", entry="norm")
     kernels["chain.3"] = BlockPlan("triton.block", "chain.4", "chain.5", fp8_input=True, producer="chain.0")
     kernels["plain.0"] = BlockPlan("triton.block", None, "plain.1")
     return plan_for(model, kernels)
@@ -73,6 +74,7 @@ def test_four_kernels_and_a_chain_in_one_model_stay_near_bf16() -> None:
     assert len(applied.sites) >= 6
     assert isinstance(planned.chain[0], FusedBlock)
     assert planned.chain[0].followers == (planned.chain[3],)
+    assert isinstance(planned.norm, PassThrough)
     (y, gradients), (expected, expected_gradients) = run(planned, batch()), run(plain, batch())
     assert close(y, expected, 0.3)
     for name, gradient in gradients.items():

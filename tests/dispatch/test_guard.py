@@ -4,12 +4,14 @@ import logging
 
 import pytest
 import torch
+from emulated_block import emulate
 from plans import batch, plan_for, tower
 from torch import Tensor, nn
 
 import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
+from loka.core.plan import BlockPlan
 from loka.core.recipe import Format, Scaling, Transform
 from loka.core.record import Record
 from loka.dispatch.drift import Cast, SiteCasts, feature_energy, predicted_errors
@@ -164,6 +166,21 @@ def test_a_blocks_input_is_judged_as_wgrad_reads_it() -> None:
     errors = predicted_errors(SiteCasts.of_block(), grown, None, w, None, energy)
     assert float(errors[Role.FPROP]) < 0.2
     assert float(errors[Role.WGRAD]) > 0.9
+
+
+def test_what_a_norm_bounds_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chain's first block reads its norm's codes: a drift in front of it trips nothing, and nothing waits for it."""
+    emulate(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(loka.BlockNorm(24), nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+    record = record_of(model)
+    assert record.sites["1"].entry == "0"
+    blocks = {"1": BlockPlan("triton.block", None, "2", entry="0"), "3": BlockPlan("triton.block", None, "4")}
+    loka.apply_plan(model, plan_for(model, blocks))
+    guard = loka.Guard(model, record, every=1)
+    assert list(guard._sites) == ["3"]
+    run(model, guard, [1e4 * batch()])
+    assert not guard.events
 
 
 def test_mistakes_get_a_message() -> None:

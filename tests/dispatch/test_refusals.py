@@ -286,6 +286,10 @@ def test_what_a_schema_cannot_say_is_checked(tmp_path: Path) -> None:
     chained.save(tmp_path)
     with pytest.raises(LokaError, match=r"top\.0 takes FP8 from bottom, which is no block of the plan"):
         Plan.load(tmp_path)
+    both = BlockPlan("triton.block", None, "top.1", fp8_input=True, producer="bottom", entry="norm")
+    plan_for(model, {"bottom": BlockPlan("triton.block", None, None), "top.0": both}).save(tmp_path)
+    with pytest.raises(LokaError, match=r"top\.0 takes FP8 from bottom and from the norm norm: it can be one alone"):
+        Plan.load(tmp_path)
 
 
 def test_a_finer_forward_that_lacks_a_role_is_refused(saved: Path) -> None:
@@ -321,7 +325,7 @@ def test_a_plan_from_before_finer_formats_is_read(saved: Path) -> None:
 
 def test_a_plan_from_before_exact_forwards_is_read(saved: Path) -> None:
     document = msgspec.json.decode(saved.read_bytes())
-    assert document["schema"] == "loka.plan/3"
+    assert document["schema"] == "loka.plan/4"
     for site in document["sites"]:
         site.pop("finer", None)
     older = saved.with_name("older.json")

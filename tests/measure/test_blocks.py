@@ -86,6 +86,37 @@ def test_a_layer_with_nothing_behind_it_may_end_a_chain(monkeypatch: pytest.Monk
     assert all(0.03 < tail.error[role]["mere_floored"].mean < 0.1 for role in Role)  # healthy e4m3
 
 
+@pytest.mark.parametrize("needs", [{}, {"needs_dx": False}, {"needs_dw": False}])
+def test_a_norm_in_front_is_timed_into_fp8_and_compiled(needs: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    calls: dict[str, Callable[[int], Any]] = {}
+
+    def times(candidates: dict[str, Callable[[int], Any]], *_: Any, **__: Any) -> dict[str, Timing]:
+        calls.update(candidates)
+        return {name: Timing(10.0 * (1 + index), 0, 0, 1) for index, name in enumerate(candidates)}
+
+    monkeypatch.setattr("loka.measure.block.time_together", times)
+    site = site_record("a", weight(96, 64), **BEHIND, **needs)
+    (plain,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [32])
+    assert (plain.entry, plain.entry_forward_us, tuple(calls)) == (None, {}, TIMED)
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(dataclasses.replace(site, entry="norm_in_front"), [32])
+    names = ("entry_forward", "entry_training", "entry_baseline_forward", "entry_baseline_training")
+    assert tuple(calls) == (*TIMED, *names)
+    assert block.entry == "norm_in_front"
+    assert [getattr(block, f"{name}_us") for name in names] == [{32: 90}, {32: 100}, {32: 110}, {32: 120}]
+    codes, saved = calls["entry_forward"](0)
+    expected = calls["entry_baseline_forward"](0)
+    torch.testing.assert_close(codes.codes_MK.float() * codes.factor, expected, rtol=0.07, atol=0.02)
+    assert codes.codes_KM.numel() == saved.u_MN.numel() == 0
+    if needs.get("needs_dx", True):
+        (dx,) = calls["entry_baseline_training"](0)
+        assert float((calls["entry_training"](0) - dx).norm()) < 0.1 * float(dx.norm())
+    else:
+        codes = calls["entry_training"](0)
+        torch.testing.assert_close(codes.codes_KM[:, :32].float().t() * codes.factor, expected, rtol=0.07, atol=0.02)
+
+
 @pytest.mark.parametrize("k", [64, 512], ids=["rows by their amaxes", "rows by powers of two"])
 def test_gradients_are_exact_where_the_forward_casts_led(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Casts move inputs of relu across 0: beside the gradients at the exact point those of any FP8 block look unsafe."""

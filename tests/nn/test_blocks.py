@@ -339,3 +339,34 @@ def test_blocks_can_be_compared_and_stored() -> None:
     block = find_blocks(nn.Sequential(nn.Linear(4, 1))).of("0")
     assert block == Block("0", 4, 1, None, None, (Consumer(Kind.OUTPUT, "output"),), is_head=True, calls=1, is_first=True)
     assert len({block, block}) == 1
+
+
+class Entries(nn.Module):
+    """Norms in front of layers: of one alone, of two, behind a layer of its own, read as well, with another shape between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.of_two, self.behind, self.read, self.reshaped = (nn.LayerNorm(8) for _ in range(5))
+        names = ("plain", "left", "right", "front", "back", "beside", "flat")
+        self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer, two, read = self.layers, self.of_two(x), self.read(x)
+        outputs = [
+            layer["plain"](self.alone(x)),
+            layer["left"](two),
+            layer["right"](two),
+            layer["back"](self.behind(layer["front"](x))),
+            layer["beside"](read) + read,
+            layer["flat"](self.reshaped(x).reshape(-1, 8)),
+        ]
+        return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+def test_a_norm_in_front_is_the_sites_where_nothing_else_has_it(with_example: bool) -> None:
+    found = find_blocks(Entries(), (torch.randn(5, 8),) if with_example else None)
+    entries = {block.site.removeprefix("layers."): block.entry for block in found}
+    assert entries.pop("plain") == Follower("LayerNorm", "alone")
+    assert set(entries.values()) == {None}
+    assert found.of("layers.front").norm == Follower("LayerNorm", "behind")

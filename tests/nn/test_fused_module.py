@@ -111,6 +111,13 @@ class TestFaceOfTheLinear:
             FusedChain([make_block(), make_block()])
         with pytest.raises(InvalidInput, match="block 0 of the chain reads 48 features, but gets 32"):
             FusedChain([make_block()], entry=loka.BlockNorm(32))
+        with pytest.raises(InvalidInput, match="block 0 of the chain reads 48 features, but gets 32"):
+            FusedBlock.from_modules(nn.Linear(48, 40), None, None, loka.BlockNorm(32))
+        entered = FusedBlock.from_modules(nn.Linear(40, 40), None, None, loka.BlockNorm(40))
+        with pytest.raises(InvalidInput, match="a norm of its own in front: give the chain that norm"):
+            FusedChain([entered])
+        with pytest.raises(InvalidInput, match="a norm of its own in front"):
+            link_blocks([make_block(), entered])
         with pytest.raises(InvalidInput, match=r"outputs must name some of 1 blocks by their index, got \(1,\)"):
             FusedChain([make_block()], outputs=(1,))
         with pytest.raises(InvalidInput, match="at least one block"):
@@ -245,6 +252,38 @@ def test_linked_blocks_are_one_chain(fused_on: torch.device) -> None:
     assert not torch.equal(model(x), apart)  # codes of a constant scale went between them, not a dynamic cast's
     with pytest.raises(InvalidInput, match="linked already"):
         link_blocks(blocks[1:])
+
+
+def test_a_norm_in_front_of_the_first_hands_it_fp8(fused_on: torch.device) -> None:
+    model = make_model().to(fused_on)
+    blocks, entry = fuse(model), loka.BlockNorm(48)
+    first = FusedBlock(blocks[0].weight, blocks[0].bias, blocks[0].norm, blocks[0].activation, entry)
+    x, dy = 3 * torch.randn(20, 48, device=fused_on), torch.randn(20, 32, device=fused_on)
+    reference = block_reference_of(copy.deepcopy(blocks), entry)
+    chain = FusedChain(copy.deepcopy(blocks), entry=entry)
+    model[0] = first
+    link_blocks([first, *blocks[1:]])
+    assert_all_close(run(model, x, dy), run(chain, x, dy), rtol=0.0)
+    assert "entry" not in "".join(model.state_dict())
+    assert relative_rms(model(x), reference(x)) < 0.1
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def block_reference_of(blocks: list[FusedBlock], entry: nn.Module) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        x = entry(x)
+        for block in blocks:
+            x = block.reference(x)
+        return x
+
+    return run
+
+
+def test_a_norm_in_front_that_no_kernel_computes(emulated: torch.device) -> None:
+    block = FusedBlock.from_modules(nn.Linear(48, 40), loka.BlockNorm(40), nn.ReLU(), nn.LayerNorm(48))
+    assert "LayerNorm is no BlockNorm" in str(block.why_reference)
+    x = torch.randn(7, 48)
+    torch.testing.assert_close(block(x), block.reference(nn.LayerNorm(48)(x)))
 
 
 def test_autocast_gives_its_dtype_and_full_gradients(fused_on: torch.device) -> None:

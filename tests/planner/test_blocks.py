@@ -92,6 +92,42 @@ def test_fp8_from_the_block_in_front_saves_the_cast() -> None:
     assert [r.reason for r in alone.refused if r.role is None] == ["saves -10 µs a step, the site by itself 0 µs a step"]
 
 
+def entered(norm_us: float, entry_us: float, cast: float = 20.0, **fields: object) -> BlockCandidate:
+    """A block behind a norm that takes ``norm_us`` by itself and ``entry_us`` into FP8; in serving a tenth."""
+    times = {"entry_training_us": entry_us, "entry_baseline_training_us": norm_us}
+    serving = {"entry_forward_us": entry_us / 10, "entry_baseline_forward_us": norm_us / 10}
+    return block(50, 150, cast, entry="front", **{name: {M: us} for name, us in (times | serving).items()}, **fields)
+
+
+def test_a_norm_in_front_is_run_too_where_that_saves_more_than_a_cast_costs() -> None:
+    (planned,) = loka.make_plan(survey(one("a", 100.0, entered(30, 25)))).sites
+    assert planned.block is not None
+    assert (planned.block.entry, planned.block.fp8_input, planned.block.absorbed) == (
+        "front",
+        False,
+        ("front", "norm", "activation"),
+    )
+    assert (planned.baseline_us, planned.time_us) == (180, 75)
+    assert planned.reason == "2.4× the compiled high-precision block, both with the norm in front"
+    (slow,) = loka.make_plan(survey(one("a", 100.0, entered(30, 51)))).sites
+    assert slow.block is not None
+    assert (slow.block.entry, slow.baseline_us, slow.time_us) == (None, 150, 70)
+    (served,) = loka.make_plan(survey(one("a", 100.0, entered(30, 51, cast=3.0))), goal=Goal.SERVING).sites
+    assert served.block is not None
+    assert (served.block.entry, served.time_us) == ("front", pytest.approx(55.1))
+
+
+def test_beside_a_norm_in_front_a_triple_pays_for_it_too() -> None:
+    """By itself the site saves 60 of its 100 µs. Its block saves 100 of 150, and 5 of the norm's 30."""
+    timed = {"epilogue_training_us": {M: 50.0}}
+    (planned,) = loka.make_plan(survey(one("a", 40.0, entered(30, 25, **timed)))).sites
+    assert planned.block is not None
+    assert [r.reason for r in planned.refused if r.kernel == "a.one"] == ["the block triton.block saves 105 µs a step"]
+    (own,) = loka.make_plan(survey(one("a", 40.0, entered(30, 80, 59.0, **timed)))).sites
+    assert own.block is None
+    assert [r.reason for r in own.refused if r.role is None] == ["saves 50 µs a step, the site by itself 60 µs a step"]
+
+
 def test_a_block_is_judged_in_every_role_that_runs() -> None:
     bad_backward = {**ERRORS, Role.WGRAD: error(0.5)}
     risky = one("a", 100.0, block(50, 150, error=bad_backward))

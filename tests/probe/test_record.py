@@ -186,6 +186,19 @@ def test_gradients_of_two_directions_are_merged_with_a_note() -> None:
     assert any("different directions" in note for note in records[0].merge(records[1]).sites[""].notes)
 
 
+def test_a_file_from_before_norms_in_front_is_read(record: Record, tmp_path: Path) -> None:
+    path = record.save(tmp_path)
+    with safe_open(path, framework="pt") as file:
+        fields = msgspec.json.decode(file.metadata()["document"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for site in fields["sites"]:
+        site.pop("entry", None)
+    save_file(tensors, path, metadata={"document": msgspec.json.encode(fields | {"schema": "loka.record/2"}).decode()})
+    older = Record.load(path)
+    assert {name: site.entry for name, site in older.sites.items()} == dict.fromkeys(record.sites)
+    assert [site.producer for site in older.sites.values()] == [site.producer for site in record.sites.values()]
+
+
 def test_an_older_file_is_told(record: Record, tmp_path: Path) -> None:
     """One with moments of dy, from which nothing is drawn any more."""
     path = record.save(tmp_path)
