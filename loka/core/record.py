@@ -63,6 +63,7 @@ class SiteFacts:
     consumers: tuple[str, ...] = ()
     producer: str | None = None  # the site whose block feeds this one and nothing else
     entry: str | None = None  # the BlockNorm that feeds it and nothing else, and follows no site
+    entry_block: int | None = None  # how many features that normalizes together, at most
     bias_norms: tuple[float, ...] = ()  # ‖b‖ at even intervals of the run, the oldest first
     notes: tuple[str, ...] = ()
     weight_format: Format = Format.FP32  # what the model keeps the weight in

@@ -30,15 +30,15 @@ def _why_not(found: FoundBlocks, site: SitePlan) -> str | None:
     if block.calls is None:
         return f"cannot be followed through the model: pass example=(…), forward's arguments ({found.how})"
     around = (
-        ("behind", site.block.norm, block.norm),
-        ("behind", site.block.activation, block.activation),
-        ("in front of", site.block.entry, block.entry),
+        ("behind", site.block.norm, block.norm and block.norm.module),
+        ("behind", site.block.activation, block.activation and block.activation.module),
+        ("in front of", site.block.entry, block.entry and block.entry.module),
     )
     for where, planned, here in around:
         if planned is None:
             continue
-        if here is None or planned != here.module:
-            return f"is planned with {planned} {where} it, and here it is {here.module if here and here.module else 'another'}"
+        if planned != here:
+            return f"is planned with {planned} {where} it, and here it is {here or 'another'}"
         calls = len(found.graph.calls_of(planned))
         if calls != block.calls:
             return f"cannot absorb {planned}, which runs {where} other layers too: give each layer a module of its own"

@@ -10,6 +10,7 @@ from loka.dispatch.swap import Swap
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
+from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock, link_blocks
 
 
@@ -47,6 +48,8 @@ def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap
     assert site.block is not None
     parts = {name: model.get_submodule(name) for name in site.block.absorbed}
     norm, activation, entry = (parts.get(name or "") for name in (site.block.norm, site.block.activation, site.block.entry))
+    if isinstance(entry, BlockNorm):
+        entry = entry.over(module.in_features)
     try:
         block = FusedBlock.from_modules(module, norm, activation, entry)
     except LokaError as error:

@@ -168,9 +168,7 @@ def block_shape(site: SiteRecord, m: int, dtype: Format) -> BlockShape:
     kinds = (site.norm_kind if site.norm else None, site.activation_kind if site.activation else None)
     asked = site.roles if site.trains else tuple(Role)
     needs = (Role.DGRAD in asked, Role.WGRAD in asked)
-    return BlockShape(
-        SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds, *needs, site.entry is not None
-    )
+    return BlockShape(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds, *needs, site.entry_block)
 
 
 def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:

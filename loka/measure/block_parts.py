@@ -31,7 +31,7 @@ class BlockShape:
     activation: str | None
     needs_dx: bool = True  # in training
     needs_dw: bool = True
-    has_entry: bool = False  # a BlockNorm in front of it that may hand it FP8
+    entry_block: int | None = None  # of a BlockNorm in front of it that may hand it FP8
 
     def __str__(self) -> str:
         return " → ".join(part for part in (f"linear {self.site}", self.norm, self.activation) if part)
@@ -127,14 +127,14 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
     }
     if block.norm is not None or block.activation is not None:  # else there is nothing to time
         calls |= {"epilogue_forward": epilogue_forward, "epilogue_training": epilogue_training}
-    if shape.has_entry and block.why_reference is None:
-        calls |= _entry_calls(shape, x_MK)
+    if shape.entry_block is not None and block.why_reference is None:
+        calls |= _entry_calls(shape, shape.entry_block, x_MK)
     return calls
 
 
-def _entry_calls(shape: BlockShape, x_MK: Tensor) -> dict[str, Candidate]:
+def _entry_calls(shape: BlockShape, entry_block: int, x_MK: Tensor) -> dict[str, Candidate]:
     """The norm in front of a block: into FP8 by our kernels, and as torch compiles it."""
-    norm = BlockNorm(shape.site.k)
+    norm = BlockNorm(shape.site.k, entry_block)
     spec, compiled = norm_spec(norm), torch.compile(norm.forward, dynamic=False, fullgraph=True)
     assert isinstance(spec, NormSpec)
     dx_MK = 1e-3 * torch.randn_like(x_MK)

@@ -54,6 +54,14 @@ class BlockNorm(nn.Module):
             y = torch.cat([y, self._normalize(wide[..., split:], self.sizes[-1])], dim=-1)
         return y.to(x.dtype)
 
+    def over(self, n_features: int) -> "BlockNorm | None":
+        """The norm that does the same to rows which hold one such vector behind another; None where there is none."""
+        if n_features == self.n_features:
+            return self
+        if n_features % self.n_features or len(set(self.sizes)) > 1:
+            return None
+        return BlockNorm(n_features, self.sizes[0], self.eps)
+
     def _normalize(self, x: Tensor, width: int) -> Tensor:
         blocks = x.unflatten(-1, (x.shape[-1] // width, width))
         return (blocks * torch.rsqrt(blocks.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)

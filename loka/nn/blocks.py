@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from loka.core.errors import InvalidInput, UnknownName
-from loka.nn.graph import Call, Graph, Kind, Method
+from loka.nn.block_norm import BlockNorm
+from loka.nn.graph import Call, Graph, Kind, Method, changes_shape_alone
 from loka.nn.graph_run import record_run
 from loka.nn.graph_trace import trace
 
@@ -21,10 +22,18 @@ _LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag
 
 @dataclass(frozen=True)
 class Follower:
-    """A norm or an activation behind a site, or a norm in front of it."""
+    """A norm or an activation behind a site."""
 
     kind: str  # LayerNorm, or layer_norm where it is a function
     module: str | None  # fully qualified name; None for a function, which cannot be swapped
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A BlockNorm in front of a site that nothing else reads, and that is not the norm behind another site."""
+
+    module: str  # fully qualified name
+    block: int  # how many of the site's features it normalizes together, at most
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class Block:
     consumers: tuple[Consumer, ...]  # of what leaves the block; empty where nobody reads it or nobody knows
     is_head: bool | None  # a prediction head; None where it is not known who reads the output
     calls: int | None  # in one forward pass; None where that is not known
-    entry: Follower | None = None  # the norm in front of it, where it is read by the site alone and follows no other
+    entry: Entry | None = None
     is_first: bool | None = None  # reads the model's inputs alone, nothing learned and no norm between; None where not known
     aliases: tuple[str, ...] = ()  # further names of the same module
     same_weight: tuple[str, ...] = ()  # other sites that hold the same weight
@@ -162,7 +171,7 @@ def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> Fou
                 consumers=tuple(dict.fromkeys(consumer for end in ends for consumer in _consumers(graph, end))),
                 is_head=_is_head(graph, model, module, calls),
                 calls=len(calls) if graph.is_known(name) else None,
-                entry=_entry(graph, model, calls),
+                entry=_entry(graph, model, calls, module.in_features),
                 is_first=_any([_reads_inputs_alone(graph, model, call) for call in calls]),
                 aliases=tuple(other for other in names[id(module)] if other != name),
                 same_weight=tuple(other for other in holders[_id_of_weight(module)] if other != name),
@@ -182,16 +191,26 @@ def _step_over(graph: Graph, model: nn.Module, ends: list[int], kind: Kind) -> t
     return (followers.pop(), nexts) if len(followers) == 1 else (None, ends)
 
 
-def _entry(graph: Graph, model: nn.Module, calls: list[int]) -> Follower | None:
-    """The norm in front of all calls of a site, if nothing else reads it and it is not the norm behind another site."""
-    fronts = [graph.calls[call].reads for call in calls]
-    if not fronts or not all(len(reads) == 1 and len(graph.readers[reads[0]]) == 1 for reads in fronts):
-        return None
-    norms = [graph.calls[reads[0]] for reads in fronts]
-    if any(norm.kind is not Kind.NORM or any(graph.calls[read].kind is Kind.SITE for read in norm.reads) for norm in norms):
-        return None
-    entries = {_follower(model, norm) for norm in norms}
-    return entries.pop() if len(entries) == 1 else None
+def _entry(graph: Graph, model: nn.Module, calls: list[int], in_features: int) -> Entry | None:
+    norms = {_norm_in_front(graph, model, call) for call in calls}
+    name = norms.pop() if len(norms) == 1 else None
+    norm = None if name is None else model.get_submodule(name)
+    over = norm.over(in_features) if isinstance(norm, BlockNorm) else None
+    return None if name is None or over is None else Entry(name, over.block)
+
+
+def _norm_in_front(graph: Graph, model: nn.Module, call: int) -> str | None:
+    """The norm whose output ``call`` reads, perhaps in another shape, if nothing else does and it is not behind a site."""
+    while True:
+        reads = graph.calls[call].reads
+        if len(reads) != 1 or len(graph.readers[reads[0]]) != 1:
+            return None
+        (call,) = reads
+        front = graph.calls[call]
+        if front.kind is Kind.NORM and front.is_module:
+            return None if any(graph.calls[read].kind is Kind.SITE for read in front.reads) else front.name
+        if not changes_shape_alone(front, model):
+            return None
 
 
 def _follower(model: nn.Module, call: Call) -> Follower:

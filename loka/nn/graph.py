@@ -107,6 +107,13 @@ def kind_of_module(module: nn.Module) -> Kind | None:
     return Kind.OTHER if is_from_torch(module) else None
 
 
+def changes_shape_alone(call: Call, model: nn.Module) -> bool:
+    """Whether ``call`` hands on the values it reads as they are, in their order."""
+    if call.is_module:
+        return isinstance(model.get_submodule(call.name), nn.Flatten | nn.Unflatten)
+    return call.name in _SHAPES
+
+
 def is_from_torch(module: nn.Module) -> bool:
     """A module of ``torch.nn`` that computes something of its own, so no container."""
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)

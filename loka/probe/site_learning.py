@@ -10,7 +10,6 @@ from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
 from loka.core.record import SiteRecord
 from loka.core.statistics import Statistic
-from loka.nn.block_norm import BlockNorm
 from loka.nn.blocks import Block
 from loka.numerics.formats import format_of
 from loka.probe.facts import notes_of
@@ -94,7 +93,8 @@ class SiteLearning:
             activation_kind=block.activation.kind if block.activation else None,
             consumers=tuple(map(str, block.consumers)),
             producer=producer,
-            entry=block.entry.module if block.entry and block.entry.kind == BlockNorm.__name__ else None,
+            entry=block.entry.module if block.entry else None,
+            entry_block=block.entry.block if block.entry else None,
             bias_norms=self._bias_norms.numbers(),
             notes=(*notes_of(block), *self._notes, *notes),
             weight_format=format_of(weight_NK.dtype),

@@ -103,14 +103,15 @@ def test_a_layer_with_nothing_behind_it_ends_a_chain() -> None:
 
 
 class Entered(nn.Module):
-    """A chain behind a norm, as Wukong's factorization machines have it."""
+    """A chain behind a norm: as Wukong's factorization machines have it, or of vectors that are joined, as its top has."""
 
-    def __init__(self, *, beside: bool = False) -> None:
+    def __init__(self, *, beside: bool = False, vectors: int = 1) -> None:
         super().__init__()
-        self.norm, self.chain, self.beside = loka.BlockNorm(32), chain(), beside
+        self.norm, self.chain, self.beside = loka.BlockNorm(32 // vectors), chain(), beside
+        self.vectors = vectors
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
+        x = self.norm(x.unflatten(1, (self.vectors, -1))).flatten(1) if self.vectors > 1 else self.norm(x)
         return self.chain(x) + x.sum(-1, keepdim=True) if self.beside else self.chain(x)
 
 
@@ -120,8 +121,9 @@ def entered_plan(model: nn.Module) -> Plan:
     return plan_for(model, {"chain.layers.0": first, "chain.layers.3": second})
 
 
-def test_a_chain_absorbs_the_norm_in_front_of_it() -> None:
-    model, plain = Entered(), Entered()
+@pytest.mark.parametrize("vectors", [1, 4])
+def test_a_chain_absorbs_the_norm_in_front_of_it(vectors: int) -> None:
+    model, plain = Entered(vectors=vectors), Entered(vectors=vectors)
     loka.apply_plan(model, entered_plan(model))
     first = model.chain.layers[0]
     assert isinstance(model.norm, PassThrough)

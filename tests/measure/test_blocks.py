@@ -100,7 +100,9 @@ def test_a_norm_in_front_is_timed_into_fp8_and_compiled(needs: dict[str, bool], 
     site = site_record("a", weight(96, 64), **BEHIND, **needs)
     (plain,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [32])
     assert (plain.entry, plain.entry_forward_us, tuple(calls)) == (None, {}, TIMED)
-    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(dataclasses.replace(site, entry="norm_in_front"), [32])
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(
+        dataclasses.replace(site, entry="norm_in_front", entry_block=32), [32]
+    )
     names = ("entry_forward", "entry_training", "entry_baseline_forward", "entry_baseline_training")
     assert tuple(calls) == (*TIMED, *names)
     assert block.entry == "norm_in_front"

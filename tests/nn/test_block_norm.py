@@ -185,3 +185,16 @@ def test_bad_input_says_what_is_expected(x: Tensor) -> None:
 def test_bad_options_are_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         loka.BlockNorm(*arguments)
+
+
+@given(vectors=st.integers(1, 5), n=st.integers(1, 40), block=st.integers(1, 16))
+def test_rows_of_several_vectors(vectors: int, n: int, block: int) -> None:
+    norm = loka.BlockNorm(n, block)
+    over = norm.over(vectors * n)
+    if over is None:
+        assert vectors > 1
+        assert norm.sizes[0] != norm.sizes[-1]
+        return
+    x = torch.randn(3, vectors, n, dtype=torch.float64)
+    torch.testing.assert_close(over(x.flatten(1)), norm(x).flatten(1))
+    assert norm.over(vectors * n + 1) is None or n == 1

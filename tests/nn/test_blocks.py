@@ -14,7 +14,7 @@ from loka.data.batch import Batch, FeatureSchema
 from loka.kernels.executor import SiteKernels
 from loka.models.recommender import Recommender
 from loka.models.registry import build_model
-from loka.nn.blocks import Block, Consumer, Follower, FoundBlocks, Uncovered, find_blocks
+from loka.nn.blocks import Block, Consumer, Entry, Follower, FoundBlocks, Uncovered, find_blocks
 from loka.nn.graph import Kind, Method
 
 SCHEMA = FeatureSchema(n_dense=3, onehot_sizes=(7, 11), sequence_size=9, sequence_length=4)
@@ -342,13 +342,16 @@ def test_blocks_can_be_compared_and_stored() -> None:
 
 
 class Entries(nn.Module):
-    """Norms in front of layers: of one alone, of two, behind a layer of its own, read as well, with another shape between."""
+    """Norms in front of layers: of one alone, of one that reads several vectors as one, of two, behind a layer of its own,
+    read as well, of another kind, behind dropout, and of vectors whose blocks differ."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alone, self.of_two, self.behind, self.read, self.reshaped = (nn.LayerNorm(8) for _ in range(5))
-        names = ("plain", "left", "right", "front", "back", "beside", "flat")
+        self.alone, self.of_two, self.behind, self.read, self.dropped = (loka.BlockNorm(8) for _ in range(5))
+        self.flattened, self.uneven, self.other = loka.BlockNorm(8, block=4), loka.BlockNorm(8, block=3), nn.LayerNorm(8)
+        names = ("plain", "left", "right", "front", "back", "beside", "dropout", "layer")
         self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+        self.wide, self.uneven_wide = nn.Linear(24, 8), nn.Linear(24, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         layer, two, read = self.layers, self.of_two(x), self.read(x)
@@ -358,15 +361,18 @@ class Entries(nn.Module):
             layer["right"](two),
             layer["back"](self.behind(layer["front"](x))),
             layer["beside"](read) + read,
-            layer["flat"](self.reshaped(x).reshape(-1, 8)),
+            layer["dropout"](F.dropout(self.dropped(x))),
+            layer["layer"](self.other(x)),
         ]
-        return torch.cat(outputs)
+        wide = self.wide(self.flattened(x).flatten(1)) + self.uneven_wide(self.uneven(x).reshape(-1, 24))
+        return torch.cat([*outputs, wide[:, None]], dim=1)
 
 
 @pytest.mark.parametrize("with_example", [False, True])
 def test_a_norm_in_front_is_the_sites_where_nothing_else_has_it(with_example: bool) -> None:
-    found = find_blocks(Entries(), (torch.randn(5, 8),) if with_example else None)
+    found = find_blocks(Entries(), (torch.randn(5, 3, 8),) if with_example else None)
     entries = {block.site.removeprefix("layers."): block.entry for block in found}
-    assert entries.pop("plain") == Follower("LayerNorm", "alone")
+    assert entries.pop("plain") == Entry("alone", 256)
+    assert entries.pop("wide") == Entry("flattened", 4)
     assert set(entries.values()) == {None}
-    assert found.of("layers.front").norm == Follower("LayerNorm", "behind")
+    assert found.of("layers.front").norm == Follower("BlockNorm", "behind")
