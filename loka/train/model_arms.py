@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from loka.core.errors import KernelUnavailable
 from loka.core.plan import Goal
@@ -46,9 +48,14 @@ def _torchao(subject: Subject, recipe: str, auto_filter: bool = False) -> str:
     if subject.goal is Goal.TRAINING:
         from torchao import float8  # pyrefly: ignore[missing-import]
 
+        unable = [] if recipe == "tensorwise" else reading_transposes(subject.dense_part, subject.example)
         chosen_by = float8._auto_filter_for_recipe(recipe, filter_fqns=[]) if auto_filter else _fits_torchao
         config = float8.Float8LinearConfig.from_recipe_name(recipe)
-        float8.convert_to_float8_training(subject.dense_part, config=config, module_filter_fn=chosen_by)
+        float8.convert_to_float8_training(
+            subject.dense_part,
+            config=config,
+            module_filter_fn=lambda module, name: name not in unable and chosen_by(module, name),
+        )
         n_moved = sum(type(module).__name__ == "Float8Linear" for module in subject.dense_part.modules())
         return f"{n_moved} of {n_linears} linears"
     if recipe == "rowwise_with_gw_hp" or auto_filter:
@@ -59,6 +66,24 @@ def _torchao(subject: Subject, recipe: str, auto_filter: bool = False) -> str:
     config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=granularity)
     quantization.quantize_(subject.dense_part, config, filter_fn=_fits_torchao)
     return f"{sum(_fits_torchao(module, name) for name, module in subject.dense_part.named_modules())} of {n_linears} linears"
+
+
+def reading_transposes(model: nn.Module, example: tuple[Tensor, ...]) -> list[str]:
+    """The linear layers whose input does not lie row by row: torchao 0.18 refuses it a scale a row ("aten.clone.default with
+    axiswise scaling is not supported yet")."""
+    found: list[str] = []
+
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
+        return module.register_forward_pre_hook(lambda _, inputs: None if inputs[0].is_contiguous() else found.append(name))
+
+    handles = [watch(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    try:
+        with torch.no_grad():
+            model(*example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _fits_torchao(module: nn.Module, name: str) -> bool:

@@ -6,6 +6,7 @@ host is timed. Arm and baseline take turns step by step, and the speed-up is the
 """
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -188,7 +189,7 @@ class ModelBench:
 
 
 def _reason(error: BaseException) -> str:
-    """In a line: what was at the bottom of it, where torch.compile wraps another error in its own."""
+    """In a line: what was at the bottom of it, where torch.compile wraps another error in its own or tells of it in passing."""
     while isinstance(error, TorchDynamoException):
         inner = getattr(error, "inner_exception", None) or error.__cause__
         if inner is None:
@@ -196,7 +197,9 @@ def _reason(error: BaseException) -> str:
         error = inner
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    text = str(error).strip()
+    in_passing = re.search(r"\): got (.+)", text) if isinstance(error, TorchDynamoException) else None
+    return (in_passing[1] if in_passing else text.partition("\n")[0])[:200] or type(error).__name__
 
 
 def _in_precision(precision: Precision, call: Callable[[], object]) -> None:

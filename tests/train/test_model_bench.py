@@ -8,7 +8,7 @@ import pytest
 import torch
 from cyclopts import CoercionError
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
 
 from loka.cli import app
 from loka.core.environment import current_environment
@@ -18,8 +18,8 @@ from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
 from loka.nn.linear import LokaLinear
 from loka.train.fp8_everywhere import apply_everywhere
-from loka.train.model_arms import ARMS, BASELINE, Subject
-from loka.train.model_bench import Cell, ModelBench
+from loka.train.model_arms import ARMS, BASELINE, Subject, reading_transposes
+from loka.train.model_bench import Cell, ModelBench, dense_arguments
 from loka.train.model_tables import ceiling, make_tables
 from loka.train.step_profile import Kind
 from loka.train.step_timer import StepTimer, step_timer, take_turns
@@ -103,6 +103,28 @@ def test_an_arm_that_fails_says_why_and_not_that_torch_compile_did(wrapping, tol
     arm = replace(ARMS["mods"], prepare=fails)
     rows = dict(ModelBench(CPU, timed_steps=2).measure(Cell("dlrm", "tiny", 16, Goal.SERVING), [arm]))
     assert rows["mods"] == {"failed": told}
+
+
+def test_an_error_that_torch_compile_tells_in_passing_is_the_reason():
+    wrapping = TorchRuntimeError(
+        "RuntimeError when making fake tensor call\n  Explanation: f(*(x,), **{}): got AssertionError('no')\n  Hint: …"
+    )
+
+    def fails(subject: object) -> str:
+        raise wrapping
+
+    arm = replace(ARMS["mods"], prepare=fails)
+    rows = dict(ModelBench(CPU, timed_steps=2).measure(Cell("dlrm", "tiny", 16, Goal.SERVING), [arm]))
+    assert rows["mods"] == {"failed": "AssertionError('no')"}
+
+
+def test_layers_that_read_transposes_are_found(bench):
+    """Wukong's products over the embedding axis, as torchao's rowwise recipes cannot take them."""
+    model = bench._model(Cell("wukong", "tiny", 16, Goal.TRAINING), ARMS[BASELINE])
+    batch = next(bench.data.train(16))
+    found = reading_transposes(model.dense_part, dense_arguments(model, batch, torch.float32))
+    assert {name.rpartition(".")[2] for name in found} == {"project", "lcb", "residual"}
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(
