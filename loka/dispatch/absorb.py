@@ -38,7 +38,7 @@ def _why_not(found: FoundBlocks, site: SitePlan) -> str | None:
         if planned is None:
             continue
         if planned != here:
-            return f"is planned with {planned} {where} it, and here it is {here or 'another'}"
+            return f"is planned with {planned} {where} it, and here it is {here or 'another, or something else reads it'}"
         calls = len(found.graph.calls_of(planned))
         if calls != block.calls:
             return f"cannot absorb {planned}, which runs {where} other layers too: give each layer a module of its own"

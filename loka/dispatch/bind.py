@@ -18,10 +18,8 @@ def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
     """Why a planned site cannot run here as planned: its module, or a kernel that is missing. None where it can."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, and only torch.nn.Linear is swapped"
-    if "forward" in vars(module):
-        return "has a forward of its own, put on the instance"
-    if any(table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict)):
-        return "has hooks, which its stand-in would lose: remove them, apply the plan, and put them on again"
+    if reason := _why_not_replaced(module):
+        return reason
     if site.block is not None:
         return None  # the block says it itself, once it is made
     device = device_of(module.weight.device)
@@ -30,6 +28,14 @@ def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
             return f"{role} is planned on {kernel}, which this LoKA does not have"
         if reason := KERNELS.get(kernel).missing(device):
             return f"{role} is planned on {kernel}, which cannot run on {device}: {reason}"
+    return None
+
+
+def _why_not_replaced(module: nn.Module) -> str | None:
+    if "forward" in vars(module):
+        return "has a forward of its own, put on the instance"
+    if any(table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict)):
+        return "has hooks, which its stand-in would lose: remove them, apply the plan, and put them on again"
     return None
 
 
@@ -48,8 +54,11 @@ def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap
     assert site.block is not None
     parts = {name: model.get_submodule(name) for name in site.block.absorbed}
     norm, activation, entry = (parts.get(name or "") for name in (site.block.norm, site.block.activation, site.block.entry))
+    for name, part in parts.items():
+        if reason := _why_not_replaced(part):
+            return f"would absorb {name}, which {reason}"
     if isinstance(entry, BlockNorm):
-        entry = entry.over(module.in_features)
+        entry = entry.over(module.in_features) or entry
     try:
         block = FusedBlock.from_modules(module, norm, activation, entry)
     except LokaError as error:

@@ -174,7 +174,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _is_watched(applied: AppliedPlan, site: str) -> bool:
-    """A block behind another, or with a norm in front, takes what a norm has bounded: nothing of it can drift."""
+    """A block behind another, or with a norm in front, reads what a norm has bounded: its input cannot drift."""
     module = applied.module(site)
     return not (isinstance(module, FusedBlock) and (module.follows or module.entry is not None))
 

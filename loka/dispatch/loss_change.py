@@ -106,8 +106,6 @@ def _turn_around(errors: deque[Tensor], rounded: Tensor, exact: Tensor) -> Tenso
 
 def _in_high_precision(module: nn.Module, x: Tensor) -> Tensor:
     if isinstance(module, FusedBlock):
-        for block in (module, *module.followers):
-            x = block.reference(x)
-        return x
+        return module.chain_reference(x)
     assert isinstance(module, PlannedLinear)
     return F.linear(x, module.weight, module.bias)

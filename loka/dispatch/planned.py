@@ -37,7 +37,7 @@ class PlannedLinear(LokaLinear):
 
 
 class PassThrough(nn.Identity):
-    """Stands where a norm or an activation was that the fused block ``absorbed_by`` runs now."""
+    """Stands where a norm or an activation was that the fused block ``absorbed_by`` runs now, from its own place."""
 
     def __init__(self, absorbed_by: str) -> None:
         super().__init__()

@@ -194,18 +194,22 @@ def _step_over(graph: Graph, model: nn.Module, ends: list[int], kind: Kind) -> t
 def _entry(graph: Graph, model: nn.Module, calls: list[int], in_features: int) -> Entry | None:
     norms = {_norm_in_front(graph, model, call) for call in calls}
     name = norms.pop() if len(norms) == 1 else None
-    norm = None if name is None else model.get_submodule(name)
-    over = norm.over(in_features) if isinstance(norm, BlockNorm) else None
-    return None if name is None or over is None else Entry(name, over.block)
+    if name is None or len(graph.calls_of(name)) != len(calls):  # it runs elsewhere too
+        return None
+    norm = model.get_submodule(name)
+    over = norm.over(in_features) if type(norm) is BlockNorm else None  # a subclass may compute something else
+    return None if over is None else Entry(name, over.block)
 
 
 def _norm_in_front(graph: Graph, model: nn.Module, call: int) -> str | None:
-    """The norm whose output ``call`` reads, perhaps in another shape, if nothing else does and it is not behind a site."""
+    """The norm whose output ``call`` reads, perhaps in another shape, if nothing else does and it is not behind a site.
+
+    Nothing may run between them: it could write to what the norm has read, and a block would read that later.
+    """
     while True:
-        reads = graph.calls[call].reads
-        if len(reads) != 1 or len(graph.readers[reads[0]]) != 1:
+        if graph.calls[call].reads != (call - 1,) or len(graph.readers[call - 1]) != 1:
             return None
-        (call,) = reads
+        call -= 1
         front = graph.calls[call]
         if front.kind is Kind.NORM and front.is_module:
             return None if any(graph.calls[read].kind is Kind.SITE for read in front.reads) else front.name

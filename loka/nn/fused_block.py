@@ -101,8 +101,15 @@ class FusedBlock(nn.Module):
         return BlockTensors(self.weight, self.bias, *self._held_codes())
 
     def reference(self, x: Tensor) -> Tensor:
-        """The block in high precision."""
+        """The block in high precision, without the norm in front of it."""
         return block_reference(x, self.weight, self.bias, self.norm, self.activation)
+
+    def chain_reference(self, x: Tensor) -> Tensor:
+        """All that a call of this block computes, in high precision: the norm in front, the block, and those behind it."""
+        x = x if self.entry is None else self.entry(x)
+        for block in (self, *self.followers):
+            x = block.reference(x)
+        return x
 
     def extra_repr(self) -> str:
         how = "fused" if self.why_reference is None else f"in high precision: {self.why_reference}"
@@ -173,7 +180,7 @@ def link_blocks(blocks: Sequence[FusedBlock]) -> None:
 def _run(
     spec: ChainSpec | None, blocks: Sequence[FusedBlock], entry: nn.Module | None, outputs: tuple[int, ...], x: Tensor
 ) -> tuple[Tensor, ...]:
-    """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused where it can be."""
+    """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused that can be by itself."""
     require_input(x, blocks[0].weight)
     if spec is not None and x.numel() > 0 and _why_not_chained(blocks, entry) is None:
         return _run_fused(spec, blocks, x)
@@ -211,7 +218,7 @@ def _why_not_chained(blocks: Sequence[FusedBlock], entry: nn.Module | None) -> s
 def _require_fit(blocks: Sequence[FusedBlock], entry: nn.Module | None) -> None:
     if not blocks:
         raise InvalidInput("a chain needs at least one block")
-    if any(block.entry is not None and block.entry is not entry for block in blocks):
+    if (blocks[0].entry is not None and blocks[0].entry is not entry) or any(block.entry is not None for block in blocks[1:]):
         raise InvalidInput("a block of the chain has a norm of its own in front: give the chain that norm, as its entry")
     given = entry.n_features if isinstance(entry, BlockNorm) else blocks[0].in_features
     for index, block in enumerate(blocks):

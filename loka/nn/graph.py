@@ -108,10 +108,10 @@ def kind_of_module(module: nn.Module) -> Kind | None:
 
 
 def changes_shape_alone(call: Call, model: nn.Module) -> bool:
-    """Whether ``call`` hands on the values it reads as they are, in their order."""
+    """Whether ``call`` hands on the values it reads as they are, in their order, however they lie in memory."""
     if call.is_module:
         return isinstance(model.get_submodule(call.name), nn.Flatten | nn.Unflatten)
-    return call.name in _SHAPES
+    return call.name in _SHAPES - {"view", "view_as"}
 
 
 def is_from_torch(module: nn.Module) -> bool:

@@ -44,6 +44,11 @@ class BlockOption:
     epilogue_us: float | None  # of norms and activation where the site is no block; None where that was not timed
     entry: str | None = None  # the norm in front of it, if it runs that too; then there is nothing to cast
 
+    @property
+    def saved_us(self) -> float:
+        """Of its baseline, where its input comes in high precision."""
+        return self.baseline_us - self.time_us
+
     def step_us(self, fp8_input: bool) -> float:
         return self.time_us - self.cast_us if fp8_input else self.time_us
 
@@ -128,13 +133,13 @@ def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], 
     options: list[BlockOption] = []
     refused: list[Refusal] = []
     for block in site.blocks:
-        option = _block_option(site, block, limits.goal)
+        ways = _block_options(site, block, limits.goal)
         errors = (limits.why_not(role, block.error.get(role, {})) for role in _roles_of(block, limits.goal))
         why = block.why_not or next((error for error in errors if error), None) or why_deaf(block, limits.goal)
-        if option is None or why:
+        if not ways or why:
             refused.append(Refusal(block.kernel, why or "was not timed here"))
         else:
-            options.append(option)
+            options += ways
     return options, refused
 
 
@@ -144,8 +149,8 @@ def _roles_of(block: BlockCandidate, goal: Goal) -> tuple[Role, ...]:
     return asked if goal is Goal.SERVING or len(asked) > 1 else ROLES[goal]
 
 
-def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockOption | None:
-    """The block by itself or with the norm in front of it, whichever saves more."""
+def _block_options(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> list[BlockOption]:
+    """The block by itself, and with the norm in front of it; none where it was not timed."""
     if goal is Goal.TRAINING:
         times, casts = block.training_us, block.training_cast_us or block.input_cast_us
         baseline, epilogue = block.baseline_training_us, block.epilogue_training_us
@@ -155,10 +160,10 @@ def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockO
         baseline, epilogue = block.baseline_forward_us, block.epilogue_forward_us
         entry, entry_baseline = block.entry_forward_us, block.entry_baseline_forward_us
     if not times or not baseline:
-        return None
+        return []
     calls = rows_by_measured(site.calls, baseline)
     if not any(m in times for m in calls):
-        return None
+        return []
 
     def total(by_m: Times) -> float:
         return sum(count * by_m.get(m, 0.0) for m, count in calls.items() if m in times)
@@ -166,11 +171,9 @@ def _block_option(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> BlockO
     elsewhere_us = sum(count * baseline[m] for m, count in calls.items() if m not in times)  # M it cannot take
     time_us, baseline_us, cast_us = total(times) + elsewhere_us, total(baseline) + elsewhere_us, total(casts)
     epilogue_us = sum(count * epilogue[m] for m, count in calls.items()) if set(calls) <= set(epilogue) else None
-    by_itself = BlockOption(block, time_us + cast_us, cast_us, baseline_us, epilogue_us)
-    if block.entry is None or elsewhere_us:
-        return by_itself
-    entry_us, norm_us = total(entry), total(entry_baseline)
-    if entry_us - norm_us >= cast_us:
-        return by_itself
-    around_us = None if epilogue_us is None else epilogue_us + norm_us
-    return BlockOption(block, time_us + entry_us, 0.0, baseline_us + norm_us, around_us, block.entry)
+    options = [BlockOption(block, time_us + cast_us, cast_us, baseline_us, epilogue_us)]
+    if block.entry is not None and site.producer is None and not elsewhere_us:
+        norm_us = total(entry_baseline)
+        around_us = None if epilogue_us is None else epilogue_us + norm_us
+        options.append(BlockOption(block, time_us + total(entry), 0.0, baseline_us + norm_us, around_us, block.entry))
+    return options

@@ -1,5 +1,7 @@
 """What a plan says of one site: the choice at every role with its numbers and reason, and what was refused."""
 
+from collections.abc import Iterable
+
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, FinerForward, Refusal, SitePlan
 from loka.planner.costs import ROLES, SiteCosts
@@ -14,7 +16,7 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
     site, costs, option = study.site, study.costs, study.option
     not_chosen = tuple(
         Refusal(other.block.kernel, f"saves {_saved(other)}, the site by itself {study.saved_us:.4g} µs a step")
-        for other in study.blocks
+        for other in _best_of_each(study.blocks)
     )
     refused = (*study.refused, *not_chosen)
     if study.stays or option is None:
@@ -82,7 +84,11 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
     instead = f"the block {block.kernel} saves {option.baseline_us - time_us:.4g} µs a step"
     chosen = study.option.kernels if study.option and not study.stays else {}
     also = [Refusal(c.kernel, instead, role, c.transform) for role, c in chosen.items() if c.kernel != site.baseline]
-    others = [Refusal(other.block.kernel, f"saves {_saved(other)}; {instead}") for other in study.blocks if other is not option]
+    others = [
+        Refusal(other.block.kernel, f"saves {_saved(other)}; {instead}")
+        for other in _best_of_each(study.blocks)
+        if other.block is not block
+    ]
     return SitePlan(
         site=site.site,
         k=site.k,
@@ -99,9 +105,19 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
     )
 
 
+def _best_of_each(options: Iterable[BlockOption]) -> list[BlockOption]:
+    """Of the ways to run a block the one that saves most."""
+    best: dict[int, BlockOption] = {}
+    for option in options:
+        known = best.get(id(option.block))
+        if known is None or option.saved_us > known.saved_us:
+            best[id(option.block)] = option
+    return list(best.values())
+
+
 def _not_asked(role: Role) -> str:
     return f"{role} was not measured: no gradient was seen here, or nobody asks for this one"
 
 
 def _saved(option: BlockOption) -> str:
-    return f"{option.baseline_us - option.time_us:.4g} µs a step"
+    return f"{option.saved_us:.4g} µs a step"

@@ -142,9 +142,20 @@ def test_a_chain_absorbs_the_norm_in_front_of_it(vectors: int) -> None:
         torch.testing.assert_close(one(batch()), plain(batch()))
 
 
+@pytest.mark.parametrize("absorbed", ["norm", "chain.layers.1", "chain.layers.5"])
+def test_hooks_on_what_would_be_absorbed_are_not_lost(absorbed: str) -> None:
+    model = Entered()
+    model.get_submodule(absorbed).register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(KernelUnavailable, match=f"would absorb {absorbed}, which has hooks"):
+        loka.apply_plan(model, entered_plan(model))
+    assert not any(isinstance(module, FusedBlock) for module in model.modules())
+
+
 def test_a_norm_in_front_that_something_else_reads_is_not_absorbed() -> None:
     model = Entered(beside=True)
-    with pytest.raises(KernelUnavailable, match=r"chain.layers.0 is planned with norm in front of it, and here it is another"):
+    with pytest.raises(
+        KernelUnavailable, match=r"chain.layers.0 is planned with norm in front of it, and here it is another, or something"
+    ):
         loka.apply_plan(model, entered_plan(model))
     assert type(model.norm) is loka.BlockNorm
 

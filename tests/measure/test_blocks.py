@@ -13,7 +13,7 @@ from loka.core.gemm import Role
 from loka.core.recipe import Format
 from loka.core.survey import BlockCandidate
 from loka.kernels.device import device_of
-from loka.measure.block import Blocks
+from loka.measure.block import Blocks, block_shape
 from loka.measure.survey import measure
 from loka.measure.timing import Timing
 
@@ -117,6 +117,22 @@ def test_a_norm_in_front_is_timed_into_fp8_and_compiled(needs: dict[str, bool], 
     else:
         codes = calls["entry_training"](0)
         torch.testing.assert_close(codes.codes_KM[:, :32].float().t() * codes.factor, expected, rtol=0.07, atol=0.02)
+
+
+def test_a_norm_in_front_that_no_kernel_computes_leaves_the_block_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    timed: list[str] = []
+
+    def times(candidates: dict[str, Callable[[int], Any]], *_: Any, **__: Any) -> dict[str, Timing]:
+        timed.extend(candidates)
+        return dict.fromkeys(candidates, Timing(10.0, 0, 0, 1))
+
+    monkeypatch.setattr("loka.measure.block.time_together", times)
+    site = site_record("a", weight(32, 512), **BEHIND, entry="wide", entry_block=512)
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [32])
+    assert (block.why_not, block.entry, tuple(timed)) == (None, None, TIMED)
+    assert "BlockNorm(block=512) → linear" in str(block_shape(site, 32, Format.FP32))
 
 
 @pytest.mark.parametrize("k", [64, 512], ids=["rows by their amaxes", "rows by powers of two"])

@@ -341,29 +341,44 @@ def test_blocks_can_be_compared_and_stored() -> None:
     assert len({block, block}) == 1
 
 
+class Gained(loka.BlockNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 class Entries(nn.Module):
     """Norms in front of layers: of one alone, of one that reads several vectors as one, of two, behind a layer of its own,
-    read as well, of another kind, behind dropout, and of vectors whose blocks differ."""
+    read as well, of another kind, behind dropout, of vectors whose blocks differ, in front of something that is run before
+    the layer, called elsewhere too, of a class of the user's own, and seen as another shape where a copy may be needed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.alone, self.of_two, self.behind, self.read, self.dropped = (loka.BlockNorm(8) for _ in range(5))
+        names = ("alone", "of_two", "behind", "read", "dropped", "early", "busy", "viewed")
+        self.norms = nn.ModuleDict({name: loka.BlockNorm(8) for name in names})
         self.flattened, self.uneven, self.other = loka.BlockNorm(8, block=4), loka.BlockNorm(8, block=3), nn.LayerNorm(8)
-        names = ("plain", "left", "right", "front", "back", "beside", "dropout", "layer")
+        self.gained = Gained(8)
+        names = ("plain", "left", "right", "front", "back", "beside", "dropout", "layer", "late", "often", "own", "seen")
         self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
         self.wide, self.uneven_wide = nn.Linear(24, 8), nn.Linear(24, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        layer, two, read = self.layers, self.of_two(x), self.read(x)
+        layer, norm = self.layers, self.norms
+        two, read = norm["of_two"](x), norm["read"](x)
         outputs = [
-            layer["plain"](self.alone(x)),
+            layer["plain"](norm["alone"](x)),
             layer["left"](two),
             layer["right"](two),
-            layer["back"](self.behind(layer["front"](x))),
+            layer["back"](norm["behind"](layer["front"](x))),
             layer["beside"](read) + read,
-            layer["dropout"](F.dropout(self.dropped(x))),
+            layer["dropout"](F.dropout(norm["dropped"](x))),
             layer["layer"](self.other(x)),
+            layer["often"](norm["busy"](x)) + norm["busy"](x + 1),
+            layer["own"](self.gained(x)),
+            layer["seen"](norm["viewed"](x).view(-1, 3, 8)),
         ]
+        early = norm["early"](x)
+        x = x.clamp_(min=0)  # what the norm has read is not what a block would read
+        outputs.append(layer["late"](early))
         wide = self.wide(self.flattened(x).flatten(1)) + self.uneven_wide(self.uneven(x).reshape(-1, 24))
         return torch.cat([*outputs, wide[:, None]], dim=1)
 
@@ -372,7 +387,7 @@ class Entries(nn.Module):
 def test_a_norm_in_front_is_the_sites_where_nothing_else_has_it(with_example: bool) -> None:
     found = find_blocks(Entries(), (torch.randn(5, 3, 8),) if with_example else None)
     entries = {block.site.removeprefix("layers."): block.entry for block in found}
-    assert entries.pop("plain") == Entry("alone", 256)
+    assert entries.pop("plain") == Entry("norms.alone", 256)
     assert entries.pop("wide") == Entry("flattened", 4)
     assert set(entries.values()) == {None}
-    assert found.of("layers.front").norm == Follower("BlockNorm", "behind")
+    assert found.of("layers.front").norm == Follower("BlockNorm", "norms.behind")

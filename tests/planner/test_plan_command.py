@@ -7,6 +7,8 @@ from loka.cli import app
 from loka.core.errors import InvalidFile, UnknownName
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan
+from loka.core.survey import Survey
+from loka.planner.plan import make_plan
 
 
 def run(words: str) -> None:
@@ -50,3 +52,13 @@ def test_it_explains_one_site_and_leaves_the_plan_as_it_is(surveyed: Path, capsy
 def test_without_a_survey_it_says_how_to_get_one(tmp_path: Path) -> None:
     with pytest.raises(InvalidFile, match=r"there is no .*survey.json: make it with `loka measure"):
         run(f"plan {tmp_path}")
+
+
+def test_a_survey_from_before_norms_in_front_is_planned_from(surveyed: Path) -> None:
+    path = surveyed / "survey.json"
+    now = make_plan(Survey.load(surveyed))
+    path.write_text(path.read_text().replace("loka.survey/3", "loka.survey/2"))
+    assert make_plan(Survey.load(surveyed)).document == now.document
+    path.write_text(path.read_text().replace("loka.survey/2", "loka.survey/1"))
+    with pytest.raises(InvalidFile, match=r"older schema loka.survey/1.*make it again with `loka measure"):
+        Survey.load(surveyed)
