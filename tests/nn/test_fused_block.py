@@ -166,7 +166,8 @@ def test_long_contractions_go_through_cublas(
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [256, None], ids=["norm", "no norm"])
 @pytest.mark.parametrize(
-    ("m", "k", "n"), [(2048, 256, 768), (6144, 1024, 1024), (2048, 4096, 1000), (2048, 8192, 512), (1024, 32768, 512)]
+    ("m", "k", "n"),
+    [(2048, 256, 768), (6144, 1024, 1024), (2048, 4096, 1000), (2048, 8192, 512), (1024, 16384, 512), (1024, 32768, 512)],
 )
 def test_error_at_the_sizes_of_models(m: int, k: int, n: int, block: int | None) -> None:
     torch.manual_seed(0)
