@@ -1,6 +1,6 @@
 """Low precision without asking: one kernel at every linear layer but the prediction heads. What LoKA is compared with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,12 @@ def _rows_of_calls(model: nn.Module, example: tuple[Any, ...]) -> dict[str, int]
     def note(name: str, x: torch.Tensor) -> None:
         rows[name] = max(rows.get(name, 0), x.numel() // x.shape[-1])
 
+    see_inputs(model, example, note)
+    return rows
+
+
+def see_inputs(model: nn.Module, example: tuple[Any, ...], note: Callable[[str, torch.Tensor], None]) -> None:
+    """Run ``model`` once, and give ``note`` the name and the input of every linear layer that is called."""
     handles = [
         module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
         for name, module in model.named_modules()
@@ -75,4 +81,3 @@ def _rows_of_calls(model: nn.Module, example: tuple[Any, ...]) -> dict[str, int]
     finally:
         for handle in handles:
             handle.remove()
-    return rows

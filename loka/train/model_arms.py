@@ -4,9 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from loka.core.errors import KernelUnavailable
 from loka.core.plan import Goal
@@ -17,7 +15,7 @@ from loka.kernels.contract import KERNELS, require
 from loka.kernels.device import device_of
 from loka.planner.plan import make_plan
 from loka.train.config import Precision
-from loka.train.fp8_everywhere import apply_everywhere
+from loka.train.fp8_everywhere import apply_everywhere, see_inputs
 from loka.train.quality_settings import MODS
 
 
@@ -72,17 +70,7 @@ def reading_transposes(model: nn.Module, example: tuple[Tensor, ...]) -> list[st
     """The linear layers whose input does not lie row by row: torchao 0.18 refuses it a scale a row ("aten.clone.default with
     axiswise scaling is not supported yet")."""
     found: list[str] = []
-
-    def watch(name: str, module: nn.Module) -> RemovableHandle:
-        return module.register_forward_pre_hook(lambda _, inputs: None if inputs[0].is_contiguous() else found.append(name))
-
-    handles = [watch(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    try:
-        with torch.no_grad():
-            model(*example)
-    finally:
-        for handle in handles:
-            handle.remove()
+    see_inputs(model, example, lambda name, x: None if x.is_contiguous() else found.append(name))
     return found
 
 
