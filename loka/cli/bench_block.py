@@ -26,7 +26,7 @@ def block(
     *,
     shapes: Shapes = None,
     ways: Annotated[list[str] | None, Parameter(help="Ways to run a block; all if not given.", consume_multiple=True)] = None,
-    workers: Annotated[int, Parameter(help="Processes that compile ahead of the measurements; 0 for none.")] = 8,
+    workers: Annotated[int, Parameter(help="Processes that compile side by side; 0 for this one alone.")] = 8,
     device: Annotated[str, Parameter(help="cuda or cuda:N.")] = "auto",
     out: Out = "benchmarks/results",
     results: Results = None,
@@ -40,7 +40,7 @@ def block(
     import msgspec
 
     from loka.core.errors import UnknownName
-    from loka.measure.block_bench import BlockMeasurement, compile_ahead, measure_block
+    from loka.measure.block_bench import BlockMeasurement, measure_blocks
     from loka.measure.block_tables import block_tables
     from loka.measure.block_ways import BASELINE, FUSED, WAYS
 
@@ -52,11 +52,8 @@ def block(
     sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)
     missing = [site for site in sites if str(site) not in gathered.rows]
     begin = time.monotonic()
-    if workers and len(missing) > workers:
-        compile_ahead(missing, where, chosen, min(workers, os.cpu_count() or 1))
-        print(f"compiled ahead in {time.monotonic() - begin:.0f} s", flush=True)
-    for site in missing:
-        measured = measure_block(site, where, chosen)
+    for measured in measure_blocks(missing, where, chosen, workers=max(0, min(workers, len(missing) - 1, os.cpu_count() or 1))):
+        site = measured.site
         gathered.add(str(site), msgspec.to_builtins(measured))
         told = ", ".join(
             f"{use} {times[BASELINE]:.1f} µs, {FUSED} {times[BASELINE] / times[FUSED]:.2f} times as fast"

@@ -1,13 +1,10 @@
 """``loka bench block``: one block at one shape, every way to run it timed beside compiled bf16, and the machine's limit."""
 
 import gc
-import multiprocessing
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import repeat
+from functools import partial
 
 import msgspec
 import torch
@@ -15,6 +12,7 @@ import torch
 from loka.core.gemm import SiteShape
 from loka.measure.block_ways import WAYS, BlockInputs, Way
 from loka.measure.parts import told
+from loka.measure.side_by_side import prepared_side_by_side
 from loka.measure.timing import time_together
 
 MOST_COMPILED = 1 << 20  # of one function: torch's own limit is eight shapes
@@ -43,40 +41,62 @@ class Machine:
 MACHINES = {"H200": Machine(1979e12, 4.8e12), "H100 80GB HBM3": Machine(1979e12, 3.35e12)}
 
 
-def measure_block(site: SiteShape, device: torch.device, ways: Iterable[str] = tuple(WAYS)) -> BlockMeasurement:
-    """Time ``ways`` at ``site``, serving and training all in one go. One that raises is told, and the others go on."""
-    with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED):
+@dataclass(frozen=True)
+class PreparedBlock:
+    """The ways at one shape, each compiled and run once, or why it cannot be."""
+
+    inputs: BlockInputs
+    ways: dict[str, Way | str]
+
+
+def prepare_block(site: SiteShape, device: torch.device, ways: Iterable[str] = tuple(WAYS)) -> PreparedBlock:
+    with _room_to_compile():
         inputs = BlockInputs(site, device)
-        prepared = {name: _prepare(name, inputs) for name in ways}
-        able = {name: way for name, way in prepared.items() if isinstance(way, Way)}
+        return PreparedBlock(inputs, {name: _prepare(name, inputs) for name in ways})
+
+
+def measure_block(prepared: PreparedBlock) -> BlockMeasurement:
+    """Time all ways, serving and training, in one go. One that cannot be taken is told, and the others go on."""
+    inputs, site = prepared.inputs, prepared.inputs.site
+    able = {name: way for name, way in prepared.ways.items() if isinstance(way, Way)}
+    with _room_to_compile():
         saved_bytes = {name: _saved_bytes(way, inputs) for name, way in able.items() if way.forward}
         calls = {f"training {name}": way.training for name, way in able.items()}
         calls |= {f"serving {name}": way.serving for name, way in able.items() if way.serving}
-        times = time_together(calls, device, turns=max(8, len(inputs.weights)))
+        times = time_together(calls, inputs.device, turns=max(8, len(inputs.weights)))
     gc.collect()  # graphs and what they hold, before the next shape
     torch.cuda.empty_cache()
-    serving_limit_us, training_limit_us = limits_us(site, torch.cuda.get_device_name(device))
+    serving_limit_us, training_limit_us = limits_us(site, torch.cuda.get_device_name(inputs.device))
     return BlockMeasurement(
         site,
         {name: times[f"serving {name}"].median_us for name, way in able.items() if way.serving},
         {name: times[f"training {name}"].median_us for name in able},
         saved_bytes,
-        {name: reason for name, reason in prepared.items() if isinstance(reason, str)},
+        {name: reason for name, reason in prepared.ways.items() if isinstance(reason, str)},
         serving_limit_us,
         training_limit_us,
     )
 
 
-def compile_ahead(sites: Sequence[SiteShape], device: torch.device, ways: Sequence[str], workers: int) -> None:
-    """Fill the compilers' caches from several processes: compiling for each shape is most of the benchmark's time.
+def measure_blocks(
+    sites: Sequence[SiteShape], device: torch.device, ways: Sequence[str], *, workers: int
+) -> Iterator[BlockMeasurement]:
+    """The same at many shapes. Compiling is most of the time: with ``workers`` that many processes do it side by side."""
+    prepare = partial(_prepare_on_one_core if workers else prepare_block, device=device, ways=tuple(ways))
+    if workers:
+        return prepared_side_by_side(sites, prepare, measure_block, workers=workers)
+    return (measure_block(prepare(site)) for site in sites)
 
-    What a process that died has not compiled is compiled when it is measured.
-    """
-    with (
-        suppress(BrokenProcessPool),
-        ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool,
-    ):
-        list(pool.map(_compile, sites, repeat(device), repeat(tuple(ways))))
+
+def _prepare_on_one_core(site: SiteShape, device: torch.device, ways: Sequence[str]) -> PreparedBlock:
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):  # processes enough are at it
+        return prepare_block(site, device, ways)
+
+
+def _room_to_compile() -> AbstractContextManager[object]:
+    return torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED)
 
 
 def limits_us(site: SiteShape, device_name: str) -> tuple[float | None, float | None]:
@@ -125,13 +145,3 @@ def _saved_bytes(way: Way, inputs: BlockInputs) -> int:
     y = way.forward(x, 0)
     del x
     return torch.cuda.memory_allocated(inputs.device) - before - y.numel() * y.element_size()
-
-
-def _compile(site: SiteShape, device: torch.device, ways: tuple[str, ...]) -> None:
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1):  # these processes are the threads
-        inputs = BlockInputs(site, device)
-        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED):
-            for name in ways:
-                _prepare(name, inputs)  # what fails here fails again, and is told, when it is timed

@@ -8,7 +8,7 @@ from torch import Tensor
 from loka.cli.shapes import BENCHMARK_SHAPES
 from loka.core.gemm import SiteShape
 from loka.measure import block_bench
-from loka.measure.block_bench import BlockMeasurement, limits_us, measure_block
+from loka.measure.block_bench import BlockMeasurement, limits_us, measure_block, prepare_block
 from loka.measure.block_tables import block_tables, cast_tables
 from loka.measure.block_ways import ALONE, BASELINE, FUSED, WAYS, WEIGHT_CASTS, BlockInputs, Way
 from loka.measure.cast_bench import COMPILED, COPY, FBGEMM, CastMeasurement, measure_casts
@@ -64,7 +64,7 @@ class TestWays:
 
     def test_all_are_timed_or_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(block_bench, "time_together", lambda calls, device, turns: _pretend(calls))
-        measured = measure_block(SITE, CPU)
+        measured = measure_block(prepare_block(SITE, CPU))
         assert {BASELINE, FUSED, ALONE, "bf16 with the Mods"} <= set(measured.serving_us)
         assert WEIGHT_CASTS in set(measured.training_us) - set(measured.serving_us)
         assert set(measured.why_not) == set(WAYS) - set(measured.training_us)
