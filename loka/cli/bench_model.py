@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 NOTES = (
-    "Speed-ups are ratios of medians over steps taken in turn with the baseline in one process; on a GPU the dense part is "
+    "Speed-ups are ratios of medians over steps taken in turn with the baseline; on a GPU the dense part is "
     "compiled and the whole replayed as a CUDA graph (* launched by the host instead; – could not run). Speed-up at most: "
     "GEMMs at twice the speed, norms and activations for nothing (Amdahl)."
 )
@@ -28,6 +28,9 @@ def model(
     kernels: Annotated[
         list[str] | None, Parameter(help="To plan from, beside blocks; all if not given.", consume_multiple=True)
     ] = None,
+    workers: Annotated[
+        int, Parameter(help="Arms made ready side by side, each with its memory; 0 for one after another in this process.")
+    ] = 0,
     surveys: Annotated[Path | None, Parameter(help="Folder to keep surveys in; those that are there are planned from.")] = None,
     retry_failed: Annotated[bool, Parameter(help="Try again what could not run in an earlier call.")] = False,
     out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
@@ -48,6 +51,7 @@ def model(
     from loka.models.registry import MODELS
     from loka.train.model_arms import ARMS, BASELINE
     from loka.train.model_bench import Cell, ModelBench
+    from loka.train.model_crew import measure_side_by_side
     from loka.train.model_tables import make_tables
 
     where = device_named(device)
@@ -71,7 +75,9 @@ def model(
         missing = [arm for arm, row in rows.items() if row is None or (retry_failed and "failed" in row)]
         if not missing or time.monotonic() - begin > budget_s:
             continue
-        for arm, row in bench.measure(cell, [ARMS[arm] for arm in missing if arm != BASELINE]):
+        others = [ARMS[arm] for arm in missing if arm != BASELINE]
+        measured = measure_side_by_side(bench, cell, others, workers=workers) if workers else bench.measure(cell, others)
+        for arm, row in measured:
             about = {"model": cell.model, "preset": cell.preset, "batch_size": cell.batch_size, "goal": cell.goal, "arm": arm}
             gathered.add(f"{cell}/{arm}", about | row)
             told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f} times bf16"

@@ -57,8 +57,7 @@ class Ready:
     """An arm built, prepared, run and made ready to be timed."""
 
     timer: StepTimer
-    step: Callable[[], object]  # launched by the host
-    model: Recommender
+    shares: Callable[[], dict[str, float] | None]  # of a step's kernel time, by kind; None where the profile is not sound
     did: str
     ready_s: float  # to build, plan and compile it
     peak_bytes: int | None  # of its weights, states and activations; None on the CPU
@@ -90,17 +89,18 @@ class ModelBench:
 
         The base stays in memory, captured, so that every arm is timed beside it.
         """
-        baseline = self._ready(cell, base)
-        yield base.name, self._row(cell, base, baseline, baseline)
+        baseline = self.ready(cell, base)
+        yield base.name, self.row(base, baseline, baseline)
         for arm in arms:
             try:
-                yield arm.name, self._row(cell, arm, self._ready(cell, arm), baseline)
+                yield arm.name, self.row(arm, self.ready(cell, arm), baseline)
             except Exception as error:  # libraries raise all kinds: whatever it is, the other arms go on
-                yield arm.name, {"failed": _reason(error)}
+                yield arm.name, {"failed": reason_of(error)}
         del baseline
         release_memory(self.device)
 
-    def _row(self, cell: Cell, arm: ModelArm, ready: Ready, baseline: Ready) -> dict[str, Any]:
+    def row(self, arm: ModelArm, ready: Ready, baseline: Ready) -> dict[str, Any]:
+        """What the results hold of an arm: both timed in turn, and where the time goes, before and after."""
         timers = {"baseline": baseline.timer} | ({} if ready is baseline else {"arm": ready.timer})
         times = take_turns(timers, rounds=self.timed_steps)
         time_of_arm, time_of_base = times.get("arm", times["baseline"]), times["baseline"]
@@ -113,20 +113,14 @@ class ModelBench:
             "ready_s": ready.ready_s,
             "peak_bytes": ready.peak_bytes,
         }
-        if ready is baseline or arm.is_planned:  # where the time goes before and after
-            compiled = self.device.type == "cuda"
-            profile = profile_calls(
-                ready.step, ready.model, cell.batch_size, compiled=compiled, timed=5, profiled=PROFILED_STEPS
-            )
-            row["shares"] = {str(kind): share for kind, share in profile.shares.items()} if profile.is_sound else None
-        return row
+        return row | ({"shares": ready.shares()} if ready is baseline or arm.is_planned else {})
 
-    def _ready(self, cell: Cell, arm: ModelArm) -> Ready:
+    def ready(self, cell: Cell, arm: ModelArm) -> Ready:
         """Build the model, do what the arm asks, compile it and run it twice."""
         begin, on_cuda = time.perf_counter(), self.device.type == "cuda"
         batches = list(islice(self.data.train(cell.batch_size), 2))
         release_memory(self.device)
-        survey = self._survey(cell, arm, batches) if arm.is_planned else None
+        survey = self.survey(cell, arm) if arm.is_planned else None
         release_memory(self.device)
         before = torch.cuda.memory_allocated(self.device) if on_cuda else 0
         trains = cell.goal is Goal.TRAINING
@@ -146,7 +140,8 @@ class ModelBench:
         for _ in range(2):  # the first makes the optimizers' states
             step()
         peak = torch.cuda.max_memory_allocated(self.device) - before if on_cuda else None
-        return Ready(step_timer(step, self.device), step, model, did, time.perf_counter() - begin, peak)
+        shares = partial(_shares, step, model, cell.batch_size, on_cuda)
+        return Ready(step_timer(step, self.device), shares, did, time.perf_counter() - begin, peak)
 
     def _trainer(self, cell: Cell, arm: ModelArm) -> Trainer:
         config = TrainConfig(
@@ -174,21 +169,24 @@ class ModelBench:
                 apply_mods(model.dense_part, arm.mods, example=(batch.dense_BD, *model.embeddings(batch)))
         return model
 
-    def _survey(self, cell: Cell, arm: ModelArm, batches: Sequence[Batch]) -> Survey:
+    def name_of_survey(self, cell: Cell, arm: ModelArm) -> str:
+        return "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods, *(self.kernels or ())))
+
+    def survey(self, cell: Cell, arm: ModelArm) -> Survey:
         """Of a model of its own, so that what probing leaves behind is in no arm's memory."""
-        name = "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods, *(self.kernels or ())))
+        name = self.name_of_survey(cell, arm)
         if name not in self._surveys:
             folder = None if self.surveys is None else self.surveys / name
             if folder is not None and (folder / "survey.json").exists():
                 self._surveys[name] = Survey.load(folder)
             else:
-                steps = islice(cycle(batches), PROBED_STEPS)
+                steps = islice(cycle(islice(self.data.train(cell.batch_size), 2)), PROBED_STEPS)
                 trainer = self._trainer(cell, arm)
                 self._surveys[name] = survey_model(trainer, steps, every=2, kernels=self.kernels, out=folder)
         return self._surveys[name]
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """In a line: what was at the bottom of it, where torch.compile wraps another error in its own or tells of it in passing."""
     while isinstance(error, TorchDynamoException):
         inner = getattr(error, "inner_exception", None) or error.__cause__
@@ -200,6 +198,11 @@ def _reason(error: BaseException) -> str:
     text = str(error).strip()
     in_passing = re.search(r"\): got (.+)", text) if isinstance(error, TorchDynamoException) else None
     return (in_passing[1] if in_passing else text.partition("\n")[0])[:200] or type(error).__name__
+
+
+def _shares(step: Callable[[], object], model: Recommender, batch_size: int, compiled: bool) -> dict[str, float] | None:
+    profile = profile_calls(step, model, batch_size, compiled=compiled, timed=5, profiled=PROFILED_STEPS)
+    return {str(kind): share for kind, share in profile.shares.items()} if profile.is_sound else None
 
 
 def _in_precision(precision: Precision, call: Callable[[], object]) -> None:

@@ -1,6 +1,7 @@
 """``loka bench model``: the arms do what they are called, are timed in turn, and the tables say what the rows hold."""
 
 import gc
+import multiprocessing
 import weakref
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from loka.nn.linear import LokaLinear
 from loka.train.fp8_everywhere import apply_everywhere
 from loka.train.model_arms import ARMS, BASELINE, Subject, reading_transposes
 from loka.train.model_bench import Cell, ModelBench, dense_arguments
+from loka.train.model_crew import measure_side_by_side
 from loka.train.model_tables import ceiling, make_tables
 from loka.train.step_profile import Kind, StepProfile
 from loka.train.step_timer import StepTimer, step_timer, take_turns
@@ -51,7 +53,11 @@ def test_every_arm_gives_a_row_or_a_reason(bench, goal, monkeypatch):
 
 def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
     def weights(goal: Goal) -> list[torch.Tensor]:
-        return list(bench._ready(Cell("dlrm", "tiny", 32, goal), ARMS[BASELINE]).model.dense_part.parameters())
+        subjects: list[Subject] = []
+        bench.ready(
+            Cell("dlrm", "tiny", 32, goal), replace(ARMS[BASELINE], prepare=lambda subject: str(subjects.append(subject)))
+        )
+        return list(subjects[0].dense_part.parameters())
 
     before = [
         weight.detach()
@@ -61,6 +67,23 @@ def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
     assert all(torch.equal(weight, first.bfloat16()) for weight, first in zip(served, before, strict=True))
     assert {weight.dtype for weight in trained} == {torch.float32}  # autocast
     assert not all(torch.equal(weight, first) for weight, first in zip(trained, before, strict=True))
+
+
+def test_arms_made_ready_side_by_side_give_the_same_rows(monkeypatch):
+    """More of them than there is room for at once; one cannot run, and one is planned from a survey that is made here."""
+    monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
+    bench = ModelBench(CPU, timed_steps=3, kernels=["onednn.int8_dynamic"])
+    arms = [ARMS[name] for name in ("fp32", "fbgemm", "loka")]
+    rows = dict(measure_side_by_side(bench, Cell("dlrm", "tiny", 32, Goal.SERVING), arms, workers=2))
+    assert list(rows) == [BASELINE, "fp32", "fbgemm", "loka"]
+    assert rows["fbgemm"]["failed"].startswith("kernel fbgemm.rowwise_fast cannot run on")
+    alone = dict(ModelBench(CPU, timed_steps=3).measure(Cell("dlrm", "tiny", 32, Goal.SERVING), [ARMS["fp32"]]))
+    for arm in (BASELINE, "fp32"):
+        assert rows[arm].keys() == alone[arm].keys()
+        assert rows[arm]["speedup"] == pytest.approx(rows[arm]["baseline_us"] / rows[arm]["time_us"]["median_us"])
+        assert rows[arm]["time_us"]["rounds"] == 3
+    assert "sites" in rows["loka"]["did"]
+    assert not multiprocessing.active_children()
 
 
 def test_what_an_arm_drops_in_serving_is_gone(bench):
@@ -73,7 +96,7 @@ def test_what_an_arm_drops_in_serving_is_gone(bench):
                 module.weight = nn.Parameter(module.weight.detach().clone())
         return ""
 
-    ready = bench._ready(Cell("dlrm", "tiny", 32, Goal.SERVING), replace(ARMS[BASELINE], prepare=drop))
+    ready = bench.ready(Cell("dlrm", "tiny", 32, Goal.SERVING), replace(ARMS[BASELINE], prepare=drop))
     gc.collect()
     assert dropped
     assert not any(weight() is not None for weight in dropped), ready
