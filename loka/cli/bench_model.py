@@ -24,7 +24,7 @@ def model(
     arms: Annotated[list[str] | None, Parameter(help="Ways to run a model; all if not given.", consume_multiple=True)] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     timed_steps: Annotated[int, Parameter(help="Steps of each arm that are timed.")] = 20,
-    budget_s: Annotated[float, Parameter(help="Start no arm after this many seconds.")] = float("inf"),
+    budget_s: Annotated[float, Parameter(help="Start no arm after this many seconds; with workers, no group.")] = float("inf"),
     kernels: Annotated[
         list[str] | None, Parameter(help="To plan from, beside blocks; all if not given.", consume_multiple=True)
     ] = None,

@@ -82,17 +82,10 @@ def measure_blocks(
     sites: Sequence[SiteShape], device: torch.device, ways: Sequence[str], *, workers: int
 ) -> Iterator[BlockMeasurement]:
     """The same at many shapes. Compiling is most of the time: with ``workers`` that many processes do it side by side."""
-    prepare = partial(_prepare_on_one_core if workers else prepare_block, device=device, ways=tuple(ways))
+    prepare = partial(prepare_block, device=device, ways=tuple(ways))
     if workers:
         return prepared_side_by_side(sites, prepare, measure_block, workers=workers)
     return (measure_block(prepare(site)) for site in sites)
-
-
-def _prepare_on_one_core(site: SiteShape, device: torch.device, ways: Sequence[str]) -> PreparedBlock:
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1):  # processes enough are at it
-        return prepare_block(site, device, ways)
 
 
 def _room_to_compile() -> AbstractContextManager[object]:

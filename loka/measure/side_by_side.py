@@ -5,32 +5,38 @@ measures, and keeps what it compiled until its turn.
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import Thread
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
 
+_ONE_CORE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # for each: processes enough are at it
+
 
 class WorkerLost(RuntimeError):
-    """The process died, or raised: what it said is on its stderr."""
+    """The process died, or raised: what it said is on its stderr. Or it took too long."""
 
 
 class Worker(Generic[Item, Prepared]):
     """A process that prepares ``items`` and keeps them, to call functions of them as it is told to.
 
     Functions are given by module and name, as pickle has them, and so are items and results; what is prepared stays there.
+    The process ends with this one, however this one ends.
     """
 
     def __init__(self, items: Sequence[Item], prepare: Callable[[Item], Prepared]) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(there, items, prepare), daemon=True)
-        self._process.start()
+        with _environment(_ONE_CORE):
+            self._process.start()
         there.close()  # so that its end is seen here
         self._is_ready = False
 
@@ -43,10 +49,14 @@ class Worker(Generic[Item, Prepared]):
         except (EOFError, OSError) as error:
             raise WorkerLost("its process ended") from error
 
-    def wait_until_ready(self) -> None:
+    def wait_until_ready(self, limit_s: float | None = None) -> None:
+        """A process that takes longer than the limit is stopped."""
         if self._is_ready:
             return
         try:
+            if not self._here.poll(limit_s):
+                self.stop()
+                raise WorkerLost(f"not ready after {limit_s:.0f} s")
             self._here.recv()
         except (EOFError, OSError) as error:
             raise WorkerLost("its process ended while it was made ready") from error
@@ -65,8 +75,8 @@ def prepared_side_by_side(
 
     What a process that was lost had left to do is done in this one.
     """
-    crew = [Worker(items[first::workers], prepare) for first in range(min(workers, len(items)))]
-    try:
+    with ExitStack() as held:
+        crew = [_held(Worker(items[first::workers], prepare), held) for first in range(min(workers, len(items)))]
         for worker in crew:
             with suppress(WorkerLost):
                 worker.wait_until_ready()
@@ -77,17 +87,40 @@ def prepared_side_by_side(
             except WorkerLost:
                 result = run(prepare(item))
             yield result
+
+
+def _held(worker: Worker[Item, Prepared], held: ExitStack) -> Worker[Item, Prepared]:
+    held.callback(worker.stop)
+    return worker
+
+
+@contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
     finally:
-        for worker in crew:
-            worker.stop()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _work(there: Connection, items: Sequence[Any], prepare: Callable[[Any], object]) -> None:
+    Thread(target=_end_with_parent, daemon=True).start()
     prepared = [prepare(item) for item in items]
-    there.send(None)
-    while True:
-        try:
+    with suppress(EOFError, BrokenPipeError):  # nobody asks any more
+        there.send(None)
+        while True:
             index, function = there.recv()
-        except EOFError:  # nobody asks any more
-            return
-        there.send(function(prepared[index]))
+            there.send(function(prepared[index]))
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed stops nobody, and what runs on would be timed beside the next command."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -37,6 +37,7 @@ from loka.train.trainer import Trainer
 TIMED_STEPS = 20
 PROBED_STEPS = 4
 PROFILED_STEPS = 3
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Ready:
     timer: StepTimer
     shares: Callable[[], dict[str, float] | None]  # of a step's kernel time, by kind; None where the profile is not sound
     did: str
-    ready_s: float  # to build, plan and compile it
+    ready_s: float  # to build, plan and compile it, in whatever company
     peak_bytes: int | None  # of its weights, states and activations; None on the CPU
 
 
@@ -194,7 +195,7 @@ def reason_of(error: BaseException) -> str:
             break
         error = inner
     if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
+        return OUT_OF_MEMORY
     text = str(error).strip()
     in_passing = re.search(r"\): got (.+)", text) if isinstance(error, TorchDynamoException) else None
     return (in_passing[1] if in_passing else text.partition("\n")[0])[:200] or type(error).__name__

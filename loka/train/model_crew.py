@@ -1,24 +1,33 @@
 """``loka bench model`` in less time: arms are made ready side by side, each in a process of its own, and timed one at a time.
 
 Compiling is most of the time, and takes one core. Steps of an arm and of the baseline are still taken in turn, though in two
-processes: while one runs, the others wait. Surveys are made beforehand, alone, for they time kernels.
+processes: while one runs, the others wait. The baseline, and surveys, which time kernels, are made ready alone; kernels that
+a library tunes by itself are tuned while other arms use the GPU too.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from loka.core.errors import KernelUnavailable
+from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.measure.side_by_side import Worker, WorkerLost
 from loka.train.model_arms import ARMS, BASELINE, ModelArm
-from loka.train.model_bench import Cell, ModelBench, Ready, reason_of, release_memory
+from loka.train.model_bench import OUT_OF_MEMORY, Cell, ModelBench, Ready, reason_of, release_memory
 from loka.train.step_timer import StepTimer
+
+READY_LIMIT_S = 240.0  # for an arm to be built and compiled, beside others
+
+Result = TypeVar("Result")
+
+
+class BaselineLost(WorkerLost):
+    """Without it no arm can be compared with anything."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +42,46 @@ class Job:
     threads: int  # those that the surveys were made with
 
 
+ArmWorker = Worker[Job, Ready | str]
+Start = Callable[[ModelArm, ExitStack], ArmWorker]
+
+
 def measure_side_by_side(
     bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], *, workers: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of ``cell`` as ``ModelBench.measure`` gives them. Beside the baseline ``workers`` arms at once are in memory."""
+    """The rows of ``cell`` as ``ModelBench.measure`` gives them. Beside the baseline ``workers`` arms at once are in memory;
+    one that runs out of it is tried again alone. A baseline that is lost ends the cell."""
+    if workers < 1:
+        raise InvalidInput(f"workers must be at least 1 here, got {workers}")
     with ExitStack() as held:
         surveys = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        unsurveyed = {arm.name: why for arm in arms if arm.is_planned and (why := _why_not_surveyed(bench, cell, arm, surveys))}
-        able = [arm for arm in arms if arm.name not in unsurveyed]
         start = partial(_start, bench, cell, surveys)
-        baseline = start(ARMS[BASELINE], held)
-        for first in range(0, max(1, len(able)), workers):
-            with ExitStack() as group:
-                crew = {arm: start(arm, group) for arm in able[first : first + workers]}
-                for worker in crew.values():  # nobody is timed before all are ready
-                    with suppress(WorkerLost):
-                        worker.wait_until_ready()
-                base = _remote(baseline)
-                if first == 0:
-                    yield BASELINE, bench.row(ARMS[BASELINE], base, base)
-                for arm, worker in crew.items():
-                    yield arm.name, _row(bench, arm, worker, base)
-        yield from ((name, {"failed": why}) for name, why in unsurveyed.items())
+        base = _remote(start(ARMS[BASELINE], held), lost=BaselineLost)
+        yield BASELINE, bench.row(ARMS[BASELINE], base, base)
+        for first in range(0, len(arms), workers):
+            group, again = arms[first : first + workers], []
+            for arm, row in _rows_of_group(bench, cell, group, base, start, surveys):
+                if row.get("failed") == OUT_OF_MEMORY and len(group) > 1:
+                    again.append(arm)
+                else:
+                    yield arm.name, row
+            for alone in again:
+                for arm, row in _rows_of_group(bench, cell, [alone], base, start, surveys):
+                    yield arm.name, row
+
+
+def _rows_of_group(
+    bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], base: Ready, start: Start, surveys: Path
+) -> Iterator[tuple[ModelArm, dict[str, Any]]]:
+    """Nobody is timed before all are ready."""
+    unsurveyed = {arm: _why_not_surveyed(bench, cell, arm, surveys) for arm in arms if arm.is_planned}
+    with ExitStack() as held:
+        crew = {arm: start(arm, held) for arm in arms if not unsurveyed.get(arm)}
+        for worker in crew.values():
+            with suppress(WorkerLost):
+                worker.wait_until_ready(READY_LIMIT_S)
+        for arm in arms:
+            yield arm, _row(bench, arm, crew[arm], base) if arm in crew else {"failed": unsurveyed[arm]}
 
 
 def _why_not_surveyed(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Path) -> str | None:
@@ -68,43 +95,50 @@ def _why_not_surveyed(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Pat
     return None
 
 
-def _start(bench: ModelBench, cell: Cell, surveys: Path, arm: ModelArm, held: ExitStack) -> "Worker[Job, Ready | str]":
+def _start(bench: ModelBench, cell: Cell, surveys: Path, arm: ModelArm, held: ExitStack) -> ArmWorker:
     kernels = None if bench.kernels is None else tuple(bench.kernels)
     worker = Worker([Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads())], _made_ready)
     held.callback(worker.stop)
     return worker
 
 
-def _row(bench: ModelBench, arm: ModelArm, worker: "Worker[Job, Ready | str]", base: Ready) -> dict[str, Any]:
+def _row(bench: ModelBench, arm: ModelArm, worker: ArmWorker, base: Ready) -> dict[str, Any]:
     try:
-        return bench.row(arm, _remote(worker), base)
-    except Exception as error:
+        return bench.row(arm, _remote(worker, lost=WorkerLost), base)
+    except BaselineLost:
+        raise
+    except Exception as error:  # as for any arm: the others go on
         return {"failed": reason_of(error)}
 
 
-def _remote(worker: "Worker[Job, Ready | str]") -> Ready:
-    """The arm of another process as if it were here."""
-    facts = worker.call(0, _facts)
+def _remote(worker: ArmWorker, *, lost: type[WorkerLost]) -> Ready:
+    """The arm of another process as if it were here; ``lost`` is raised where that is gone."""
+
+    def call(function: Callable[[Ready | str], Result]) -> Result:
+        try:
+            return worker.call(0, function)
+        except WorkerLost as error:
+            raise lost(str(error)) from error
+
+    facts = call(_facts)
     if isinstance(facts, str):
         raise KernelUnavailable(facts)
     did, ready_s, peak_bytes, is_graph = facts
-    timer = StepTimer(partial(worker.call, 0, _step_us), is_graph)
-    return Ready(timer, partial(worker.call, 0, _shares), did, ready_s, peak_bytes)
+    return Ready(StepTimer(partial(call, _step_us), is_graph), partial(call, _shares), did, ready_s, peak_bytes)
 
 
 # What the processes run.
 
 
 def _made_ready(job: Job) -> Ready | str:
-    from torch._inductor import config
-
     torch.set_num_threads(job.threads)
     bench = ModelBench(torch.device(job.device), surveys=job.surveys, kernels=job.kernels)
     try:
-        with config.patch(compile_threads=1):  # processes enough are at it
-            return bench.ready(job.cell, ARMS[job.arm])
+        return bench.ready(job.cell, ARMS[job.arm])
     except Exception as error:  # libraries raise all kinds
         return reason_of(error)
+    finally:
+        torch.cuda.empty_cache()  # what compiling held is for the others
 
 
 def _facts(ready: Ready | str) -> tuple[str, float, int | None, bool] | str:

@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+from loka.measure.side_by_side import Worker
+
 Job = tuple[str, str]  # a name, and the file that tells what was done
 
 
@@ -33,3 +35,15 @@ def run(prepared: tuple[str, str, int]) -> tuple[str, bool, int]:
     time.sleep(0.02)
     tell(log, f"end {name}")
     return name, prepared_by == os.getpid(), os.getpid()
+
+
+def prepare_for_long(log: str) -> None:
+    tell(log, f"started {os.getpid()}")
+    time.sleep(60)
+
+
+def start_and_die(log: str) -> None:
+    Worker([log], prepare_for_long)
+    while not Path(log).exists():
+        time.sleep(0.05)
+    os._exit(1)  # as if it was killed: nothing is cleaned up

@@ -1,5 +1,8 @@
 """``loka bench block`` and ``loka bench casts``: every way computes the same block, and the tables say what was measured."""
 
+import pickle
+from functools import partial
+
 import pytest
 import torch
 from emulated_block import emulate
@@ -78,6 +81,14 @@ class TestWays:
         assert measured.bytes == {COPY: 40 * 48 * 4, COMPILED: 40 * 48 * 3}
         assert measured.why_not[FBGEMM] == "needs an NVIDIA GPU"
         assert "rowwise both" in measured.why_not
+
+
+def test_what_travels_between_processes_can() -> None:
+    prepare = pickle.loads(pickle.dumps(partial(prepare_block, device=CPU, ways=(BASELINE,))))
+    assert prepare.func is prepare_block
+    assert pickle.loads(pickle.dumps(measure_block)) is measure_block
+    measured = BlockMeasurement(SITE, {BASELINE: 1.0}, {BASELINE: 2.0}, {}, {FUSED: "not here"})
+    assert pickle.loads(pickle.dumps(measured)) == measured
 
 
 def _pretend(calls: dict[str, object]) -> dict[str, object]:

@@ -1,9 +1,11 @@
 """``loka bench model``: the arms do what they are called, are timed in turn, and the tables say what the rows hold."""
 
 import gc
+import math
 import multiprocessing
 import weakref
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -13,15 +15,17 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsuppor
 
 from loka.cli import app
 from loka.core.environment import current_environment
-from loka.core.errors import InvalidFile, UnknownName
+from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.plan import Goal
 from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
+from loka.measure.side_by_side import WorkerLost
 from loka.nn.linear import LokaLinear
+from loka.train import model_crew
 from loka.train.fp8_everywhere import apply_everywhere
 from loka.train.model_arms import ARMS, BASELINE, Subject, reading_transposes
-from loka.train.model_bench import Cell, ModelBench, dense_arguments
-from loka.train.model_crew import measure_side_by_side
+from loka.train.model_bench import OUT_OF_MEMORY, Cell, ModelBench, dense_arguments
+from loka.train.model_crew import BaselineLost, measure_side_by_side
 from loka.train.model_tables import ceiling, make_tables
 from loka.train.step_profile import Kind, StepProfile
 from loka.train.step_timer import StepTimer, step_timer, take_turns
@@ -84,6 +88,81 @@ def test_arms_made_ready_side_by_side_give_the_same_rows(monkeypatch):
         assert rows[arm]["time_us"]["rounds"] == 3
     assert "sites" in rows["loka"]["did"]
     assert not multiprocessing.active_children()
+
+
+class FakeWorker:
+    """An arm of a crew without a process: what it says when it is asked, and for how long."""
+
+    alive: ClassVar[set[str]] = set()
+    most = 0
+
+    def __init__(self, name: str, says: str | None = None, calls: float = math.inf, alone: bool = False) -> None:
+        self.name, self.says, self.calls, self.alone = name, says, calls, alone
+        self.alive.add(name)
+        FakeWorker.most = max(FakeWorker.most, len(self.alive))
+        self.company = len(self.alive) > 2
+
+    def wait_until_ready(self, limit_s: float | None = None) -> None:
+        if self.says == "late":
+            raise WorkerLost(f"not ready after {limit_s:.0f} s")
+
+    def call(self, index: int, function: object) -> object:
+        self.wait_until_ready(240)
+        self.calls -= 1
+        if self.calls < 0:
+            raise WorkerLost("its process ended")
+        if function is model_crew._facts:
+            return OUT_OF_MEMORY if self.alone and self.company else self.says or ("", 1.0, None, False)
+        return 1000.0 if function is model_crew._step_us else None
+
+    def stop(self) -> None:
+        self.alive.discard(self.name)
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """Measures with fake workers, made by name; tells the rows in a word each."""
+
+    def measure(workers: int, **made: dict) -> dict[str, str]:
+        def start(bench, cell, surveys, arm, held):
+            worker = FakeWorker(arm.name, **made.get(arm.name, {}))
+            held.callback(worker.stop)
+            return worker
+
+        monkeypatch.setattr(model_crew, "_start", start)
+        arms = [ARMS[name] for name in ("fp32", "mods", "tf32")]
+        cell, told = Cell("dlrm", "tiny", 32, Goal.SERVING), {}
+        for name, row in measure_side_by_side(ModelBench(CPU, timed_steps=2), cell, arms, workers=workers):
+            told[name] = row.get("failed", "ran")
+        return told
+
+    FakeWorker.alive.clear()
+    FakeWorker.most = 0
+    return measure
+
+
+class TestCrew:
+    ALL = dict.fromkeys((BASELINE, "fp32", "mods", "tf32"), "ran")
+
+    @pytest.mark.parametrize(("workers", "most"), [(1, 2), (2, 3), (9, 4)])
+    def test_no_more_arms_than_workers_are_in_memory(self, crew, workers, most):
+        assert crew(workers) == self.ALL
+        assert FakeWorker.most == most
+        assert not FakeWorker.alive
+
+    def test_an_arm_that_is_lost_or_late_costs_its_own_row(self, crew):
+        told = crew(3, mods={"says": "late"}, tf32={"calls": 2})
+        assert told == self.ALL | {"mods": "not ready after 240 s", "tf32": "its process ended"}
+
+    def test_an_arm_that_runs_out_of_memory_is_tried_again_alone(self, crew):
+        assert crew(3, mods={"alone": True}) == self.ALL
+
+    def test_without_the_baseline_nothing_is_written_down(self, crew):
+        with pytest.raises(BaselineLost, match="its process ended"):
+            crew(3, bf16={"calls": 9})
+        assert not FakeWorker.alive
+        with pytest.raises(InvalidInput, match="workers must be at least 1"):
+            crew(0)
 
 
 def test_what_an_arm_drops_in_serving_is_gone(bench):
