@@ -39,28 +39,32 @@ class Worker(Generic[Item, Prepared]):
             self._process.start()
         there.close()  # so that its end is seen here
         self._is_ready = False
+        self._why_lost: str | None = None
 
     def call(self, index: int, function: Callable[[Prepared], Result]) -> Result:
         """``function`` of the item at ``index``. The first call waits until all items are prepared."""
         self.wait_until_ready()
-        try:
-            self._here.send((index, function))
-            return self._here.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerLost("its process ended") from error
+        return self._answer("its process ended", (index, function))
 
     def wait_until_ready(self, limit_s: float | None = None) -> None:
         """A process that takes longer than the limit is stopped."""
         if self._is_ready:
             return
-        try:
-            if not self._here.poll(limit_s):
-                self.stop()
-                raise WorkerLost(f"not ready after {limit_s:.0f} s")
-            self._here.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerLost("its process ended while it was made ready") from error
+        self._answer("its process ended while it was made ready", limit_s=limit_s)
         self._is_ready = True
+
+    def _answer(self, why_lost: str, request: object = None, *, limit_s: float | None = None) -> Any:
+        """What the process says next, to ``request`` if there is one."""
+        if self._why_lost is None:
+            with suppress(EOFError, OSError):
+                if request is not None:
+                    self._here.send(request)
+                if self._here.poll(limit_s):
+                    return self._here.recv()
+                self.stop()
+                why_lost = f"not ready after {limit_s:.0f} s"
+            self._why_lost = why_lost
+        raise WorkerLost(self._why_lost)
 
     def stop(self) -> None:
         self._here.close()
