@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,12 +9,11 @@ import msgspec
 import torch
 
 from loka.core.gemm import SiteShape
+from loka.measure.block_parts import room_to_compile
 from loka.measure.block_ways import WAYS, BlockInputs, Way
 from loka.measure.parts import told
 from loka.measure.side_by_side import prepared_side_by_side
 from loka.measure.timing import time_together
-
-MOST_COMPILED = 1 << 20  # of one function: torch's own limit is eight shapes
 
 
 class BlockMeasurement(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,7 +48,7 @@ class PreparedBlock:
 
 
 def prepare_block(site: SiteShape, device: torch.device, ways: Iterable[str] = tuple(WAYS)) -> PreparedBlock:
-    with _room_to_compile():
+    with room_to_compile():
         inputs = BlockInputs(site, device)
         return PreparedBlock(inputs, {name: _prepare(name, inputs) for name in ways})
 
@@ -59,7 +57,7 @@ def measure_block(prepared: PreparedBlock) -> BlockMeasurement:
     """Time all ways, serving and training, in one go. One that cannot be taken is told, and the others go on."""
     inputs, site = prepared.inputs, prepared.inputs.site
     able = {name: way for name, way in prepared.ways.items() if isinstance(way, Way)}
-    with _room_to_compile():
+    with room_to_compile():
         saved_bytes = {name: _saved_bytes(way, inputs) for name, way in able.items() if way.forward}
         calls = {f"training {name}": way.training for name, way in able.items()}
         calls |= {f"serving {name}": way.serving for name, way in able.items() if way.serving}
@@ -86,10 +84,6 @@ def measure_blocks(
     if workers:
         return prepared_side_by_side(sites, prepare, measure_block, workers=workers)
     return (measure_block(prepare(site)) for site in sites)
-
-
-def _room_to_compile() -> AbstractContextManager[object]:
-    return torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, accumulated_recompile_limit=MOST_COMPILED)
 
 
 def limits_us(site: SiteShape, device_name: str) -> tuple[float | None, float | None]:
