@@ -1,9 +1,10 @@
-"""How far a GEMM's output is from its reference, and what a cast lost. Everything is computed in float64.
+"""How far a GEMM's output is from its reference, and what a cast lost. Everything is computed in float64, slice by slice.
 
 A perfect value has error 0 even where the reference is 0; a wrong one there has error inf. NaN and inf in an output are
 never averaged away: they reach the metric. Metric functions return 0-dimensional tensors and do not wait for the device.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -14,7 +15,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.numerics.confidence import estimate_mean
 from loka.numerics.formats import decode, info
-from loka.numerics.scaling import Quantized, dequantize, expand_scale
+from loka.numerics.scaling import Quantized, dequantize, expand_scale, split_rows
 
 # Each example counts, in its own output and in the gradient it sends on: floors by row. There an rms of all would let the few
 # rows of large gradients, the clicks, hide that those of all others are gone. Adam weighs each weight by itself: by column.
@@ -22,25 +23,30 @@ FLOOR_AXIS = {Role.FPROP: 1, Role.DGRAD: 1, Role.WGRAD: 0}
 SILENCED = 0.9  # of a feature's values flushed, and it is as good as gone
 MISREAD = 0.5  # of a feature's norm: a cast farther off than this is another feature
 FLOOR = 0.1  # of rms(ref): below it a reference is too near zero for its relative error to say anything
+AT_ONCE = 2**26  # elements in float64: several copies of a wide layer's whole gradient would fill a GPU
 
 
 def mere(out: Tensor, ref: Tensor) -> Tensor:
     """Mean element-wise relative error |out−ref|/|ref|. Ruled by near-zero references: see ``mere_floored``."""
-    out, ref = _comparable(out, ref)
-    return _ratio((out - ref).abs(), ref.abs()).mean()
+    return _mean_ratio(((out - ref).abs(), ref.abs()) for out, ref in _slices(out, ref))
 
 
 def mere_floored(out: Tensor, ref: Tensor, *, axis: int | None = None) -> Tensor:
     """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), the rms along ``axis``: 1 for each row, 0 for each column, or of all."""
-    out, ref = _comparable(out, ref)
-    rms = ref.square().mean(dim=axis, keepdim=axis is not None).sqrt()
-    return _ratio((out - ref).abs(), torch.maximum(ref.abs(), FLOOR * rms)).mean()
+    if axis is None:
+        rms = (_sum_of_squares(ref for _, ref in _slices(out, ref)) / ref.numel()).sqrt()
+        slices = ((out, ref, rms) for out, ref in _slices(out, ref))
+    else:  # cut across the axis, so that each slice has its rms in itself
+        slices = (
+            (out, ref, ref.square().mean(dim=axis, keepdim=True).sqrt()) for out, ref in _slices(out, ref, along=1 - axis)
+        )
+    return _mean_ratio(((out - ref).abs(), torch.maximum(ref.abs(), FLOOR * rms)) for out, ref, rms in slices)
 
 
 def relative_rms(out: Tensor, ref: Tensor) -> Tensor:
     """rms(out−ref)/rms(ref)."""
-    out, ref = _comparable(out, ref)
-    return _ratio((out - ref).square().mean(), ref.square().mean()).sqrt()
+    error = _sum_of_squares(out - ref for out, ref in _slices(out, ref))
+    return _ratio(error, _sum_of_squares(ref for _, ref in _slices(out, ref))).sqrt()
 
 
 def sqnr_db(out: Tensor, ref: Tensor) -> Tensor:
@@ -50,8 +56,7 @@ def sqnr_db(out: Tensor, ref: Tensor) -> Tensor:
 
 def flushed_share(x: Tensor, q: Quantized) -> Tensor:
     """The share of nonzero finite values of ``x`` that became 0. Those of a NaN scale became NaN, which is not counted."""
-    scale = expand_scale(q.scale, q.scaling, q.codes.shape)
-    return _share((decode(q.codes) == 0) & scale.isfinite(), x)
+    return _share(((_is_flushed(q), x) for x, q in _row_slices(x, q)), x.device)
 
 
 def silenced_share(x: Tensor, q: Quantized) -> Tensor:
@@ -59,10 +64,10 @@ def silenced_share(x: Tensor, q: Quantized) -> Tensor:
 
     A product ruled by other features hardly shows that they are gone; nothing behind the cast can ever learn from them.
     """
-    scale = expand_scale(q.scale, q.scaling, q.codes.shape)
-    nonzero = x.isfinite() & (x != 0)
-    flushed_K = (nonzero & (decode(q.codes) == 0) & scale.isfinite()).sum(0, dtype=torch.float64)
-    present_K = nonzero.sum(0, dtype=torch.float64)
+    flushed_K, present_K = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
+    for part, q_part in _row_slices(x, q):
+        flushed_K += (_is_candidate(part) & _is_flushed(q_part)).sum(0)
+        present_K += _is_candidate(part).sum(0)
     silenced_K = (present_K > 0) & (flushed_K > SILENCED * present_K)
     return silenced_K.sum(dtype=torch.float64) / (present_K > 0).sum().clamp(min=1)
 
@@ -73,18 +78,18 @@ def misread_share(x: Tensor, q: Quantized) -> Tensor:
     For a sum over rows: there a feature is what its large values say, and it may lose all the small ones (as far as the other
     operand's rows are not larger for them).
     """
-    x = x.to(torch.float64)
-    off_K = (dequantize(q, torch.float64) - x).square().sum(0)
-    norm_K = x.square().sum(0)
+    off_K, norm_K = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
+    for part, q_part in _row_slices(x, q):
+        exact = part.to(torch.float64)
+        off_K += (dequantize(q_part, torch.float64) - exact).square().sum(0)
+        norm_K += exact.square().sum(0)
     misread_K = off_K > MISREAD**2 * norm_K
     return misread_K.sum(dtype=torch.float64) / (norm_K > 0).sum().clamp(min=1)
 
 
 def saturated_share(x: Tensor, q: Quantized) -> Tensor:
     """The share of nonzero finite values of ``x`` past the range of their scale, |x/scale| > max."""
-    scale = expand_scale(q.scale, q.scaling, q.codes.shape).to(torch.float64)
-    # A scale made from amax is rounded to FP32, which can leave amax itself 2⁻²⁴ past the maximum.
-    return _share(x.to(torch.float64).abs() > info(q.format).max * (1 + 2**-22) * scale, x)
+    return _share(((_is_saturated(x, q), x) for x, q in _row_slices(x, q)), x.device)
 
 
 @dataclass(frozen=True)
@@ -135,18 +140,55 @@ class ErrorSamples:
         return estimate.low == estimate.high or estimate.high - estimate.mean <= relative * abs(estimate.mean)
 
 
-def _comparable(out: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+def _slices(out: Tensor, ref: Tensor, along: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both in float64, as many rows (or columns, ``along`` 1) at a time as a GPU has room for."""
     if out.shape != ref.shape:
         raise InvalidInput(f"output and reference must have one shape, got {tuple(out.shape)} and {tuple(ref.shape)}")
     if out.numel() == 0:
         raise InvalidInput(f"an empty output, shape {tuple(out.shape)}, has no error to measure")
-    return out.to(torch.float64), ref.to(torch.float64)
+    length = max(1, AT_ONCE * out.shape[along] // out.numel())
+    for part, ref_part in zip(out.split(length, along), ref.split(length, along), strict=True):
+        yield part.to(torch.float64), ref_part.to(torch.float64)
+
+
+def _row_slices(x: Tensor, q: Quantized) -> Iterator[tuple[Tensor, Quantized]]:
+    """The tensor and its cast, as many rows at a time."""
+    for rows, part in split_rows(q, max(1, AT_ONCE // max(1, x.shape[1]))):
+        yield x[rows], part
+
+
+def _mean_ratio(slices: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    sums = [(_ratio(error, reference).sum(), error.numel()) for error, reference in slices]
+    return torch.stack([total for total, _ in sums]).sum() / sum(count for _, count in sums)
+
+
+def _sum_of_squares(slices: Iterable[Tensor]) -> Tensor:
+    return torch.stack([part.square().sum() for part in slices]).sum()
 
 
 def _ratio(error: Tensor, reference: Tensor) -> Tensor:
     return torch.where(error == 0, 0.0, error / reference)
 
 
-def _share(hit: Tensor, x: Tensor) -> Tensor:
-    candidates = x.isfinite() & (x != 0)  # a zero can be neither flushed nor saturated; inf and NaN stay visible
-    return (hit & candidates).sum(dtype=torch.float64) / candidates.sum().clamp(min=1)
+def _is_flushed(q: Quantized) -> Tensor:
+    return (decode(q.codes) == 0) & expand_scale(q.scale, q.scaling, q.codes.shape).isfinite()
+
+
+def _is_saturated(x: Tensor, q: Quantized) -> Tensor:
+    scale = expand_scale(q.scale, q.scaling, q.codes.shape).to(torch.float64)
+    # A scale made from amax is rounded to FP32, which can leave amax itself 2⁻²⁴ past the maximum.
+    return x.to(torch.float64).abs() > info(q.format).max * (1 + 2**-22) * scale
+
+
+def _is_candidate(x: Tensor) -> Tensor:
+    """A zero can be neither flushed nor saturated; inf and NaN stay visible."""
+    return x.isfinite() & (x != 0)
+
+
+def _share(slices: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Of the values that could be hit, those that were."""
+    hits, candidates = torch.zeros(2, dtype=torch.float64, device=device)
+    for hit, x in slices:
+        hits += (hit & _is_candidate(x)).sum()
+        candidates += _is_candidate(x).sum()
+    return hits / candidates.clamp(min=1)

@@ -9,7 +9,7 @@ int8 included, that every GPU cast can follow.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -115,7 +115,17 @@ def quantize(
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values that ``q`` stands for: exact in float64, rounded once to FP32 otherwise (and then to ``dtype``)."""
     compute = torch.float64 if dtype is torch.float64 else torch.float32
-    return (decode(q.codes, compute) * expand_scale(q.scale, q.scaling, q.codes.shape).to(compute)).to(dtype)
+    return (decode(q.codes, compute) * expand_scale(q.scale.to(compute), q.scaling, q.codes.shape)).to(dtype)
+
+
+def split_rows(q: Quantized, rows: int) -> Iterator[tuple[slice, Quantized]]:
+    """``q`` in parts of about ``rows`` rows, none of which cuts a block in two, and where each lies."""
+    n_rows, block = q.codes.shape[0], q.scaling.block[0]
+    step = rows if block is None else -(-rows // block) * block
+    for start in range(0, n_rows, step):
+        taken = slice(start, min(start + step, n_rows))
+        scale = q.scale if block is None else q.scale[start // block : -(-taken.stop // block)]
+        yield taken, Quantized(q.codes[taken], scale, q.format, q.scaling)
 
 
 def transpose(q: Quantized) -> Quantized:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from loka.core.gemm import SOURCES, Role
 from loka.core.plan import Goal, Plan
+from loka.core.record import Record
 from loka.core.survey import CastTime, SiteSurvey, Survey
 from loka.data.batch import Batch
 from loka.dispatch.check import check_plan
@@ -29,19 +30,16 @@ LEAST_CHECKED, CHECKED_EXAMPLES = 4, 16_384  # batches, and examples, of the joi
 EMULATED = ("reference.tensorwise", "reference.rowwise", "reference.int8_rowwise")  # what a plan on the CPU chooses from
 
 
-def survey_model(
-    trainer: Trainer, batches: Iterable[Batch], *, every: int, kernels: Sequence[str] | None = None, out: Path | None = None
-) -> Survey:
-    """Train on ``batches`` under a Probe that looks at one step in ``every``, then measure what it saw; kept in ``out``."""
+def record_run(trainer: Trainer, batches: Iterable[Batch], *, every: int) -> Record:
+    """Train on ``batches`` under a Probe that looks at one step in ``every``."""
     probe = Probe(trainer.model.dense_part, every=every)
     try:
         for batch in batches:
             with probe.step():
                 trainer.step(batch)
-        record = probe.record()
+        return probe.record()
     finally:
         probe.detach()
-    return measure(record, kernels=kernels, device=trainer.device, out=out)
 
 
 def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = None) -> str:
@@ -63,7 +61,8 @@ def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = Non
         batches = data.train(config.batch_size)
         kernels = kernels or (EMULATED if device.type == "cpu" else None)
         trainer = Trainer(model, config)
-        survey = survey_model(trainer, islice(batches, steps), every=max(1, steps // SAMPLES), kernels=kernels)
+        record = record_run(trainer, islice(batches, steps), every=max(1, steps // SAMPLES))
+        survey = measure(record, kernels=kernels, device=device)
         survey.save(folder)
         if run.arm.roles:
             survey = only_in_roles(survey, run.arm.roles)

@@ -23,11 +23,12 @@ from loka.core.plan import Goal
 from loka.core.survey import Survey
 from loka.data.batch import Batch
 from loka.data.dataset import open_dataset
+from loka.measure.survey import measure
 from loka.models.recommender import Recommender
 from loka.models.registry import build_model
 from loka.mods.apply import apply_mods
 from loka.train.config import Precision, TrainConfig
-from loka.train.loka_plan import survey_model
+from loka.train.loka_plan import record_run
 from loka.train.model_arms import ARMS, BASELINE, ModelArm, Subject
 from loka.train.precision import matmul_precision
 from loka.train.step_profile import profile_calls
@@ -174,7 +175,7 @@ class ModelBench:
         return "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods, *(self.kernels or ())))
 
     def survey(self, cell: Cell, arm: ModelArm) -> Survey:
-        """Of a model of its own, so that what probing leaves behind is in no arm's memory."""
+        """Of a model of its own, which is gone when kernels are measured: a wide layer's errors take much memory."""
         name = self.name_of_survey(cell, arm)
         if name not in self._surveys:
             folder = None if self.surveys is None else self.surveys / name
@@ -182,8 +183,9 @@ class ModelBench:
                 self._surveys[name] = Survey.load(folder)
             else:
                 steps = islice(cycle(islice(self.data.train(cell.batch_size), 2)), PROBED_STEPS)
-                trainer = self._trainer(cell, arm)
-                self._surveys[name] = survey_model(trainer, steps, every=2, kernels=self.kernels, out=folder)
+                record = record_run(self._trainer(cell, arm), steps, every=2)
+                release_memory(self.device)
+                self._surveys[name] = measure(record, kernels=self.kernels, device=self.device, out=folder)
         return self._surveys[name]
 
 

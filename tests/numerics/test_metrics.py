@@ -5,10 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.recipe import Format, Scaling
+from loka.numerics import metrics
 from loka.numerics.metrics import (
     ErrorReport,
     ErrorSamples,
@@ -27,6 +30,7 @@ from loka.numerics.scaling import quantize
 
 DYNAMIC = [scaling for scaling in Scaling if scaling not in (Scaling.NONE, Scaling.STATIC)]
 EIGHT_BIT = [format for format in Format if format.is_8bit]
+NAMES = metrics.METRICS
 METRICS = [mere, mere_floored, relative_rms]
 
 
@@ -142,6 +146,43 @@ def test_shares_of_nothing_are_zero(share):
 def test_a_scale_taken_from_the_values_saturates_none(columns, format, scaling, seed, binades):
     x = torch.randn(20, columns, generator=torch.Generator().manual_seed(seed)) * 2.0**binades
     assert float(saturated_share(x, quantize(x, format, scaling))) == 0
+
+
+def _by_all_metrics(out, ref, x, q):
+    reports = [measure_error(out, ref, role) for role in (None, *Role)]
+    shares = [float(share(x, q)) for share in (flushed_share, misread_share, saturated_share, silenced_share)]
+    return [getattr(report, metric) for report in reports for metric in NAMES] + shares
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 300), st.integers(1, 200), st.integers(1, 5000), st.sampled_from(DYNAMIC), st.integers(0, 2**31)
+)  # fmt: skip
+def test_a_tensor_too_large_for_one_go_has_the_same_error_in_slices(rows, columns, at_once, scaling, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * 2.0 ** torch.randint(-12, 1, (1, columns), generator=generator)
+    q, out = quantize(x, Format.E4M3, scaling), x + 0.1 * torch.randn(rows, columns, generator=generator)
+    whole = _by_all_metrics(out, x, x, q)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "AT_ONCE", at_once)
+        assert _by_all_metrics(out, x, x, q) == pytest.approx(whole, rel=1e-12)
+
+
+def test_no_float64_copy_is_larger_than_a_slice(monkeypatch):
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            largest.extend(t.numel() for t in tree_leaves(made) if isinstance(t, torch.Tensor) and t.dtype is torch.float64)
+            return made
+
+    x = torch.randn(512, 256)
+    q = quantize(x, Format.E4M3, Scaling.BLOCK_128X128)
+    monkeypatch.setattr(metrics, "AT_ONCE", 128 * 256)
+    with Watch():
+        _by_all_metrics(x + 0.1, x, x, q)
+    assert max(largest) == 128 * 256
 
 
 @pytest.mark.parametrize(

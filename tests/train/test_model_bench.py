@@ -185,10 +185,26 @@ def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
     cell = Cell("dlrm", "tiny", 32, Goal.SERVING)
     monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
     measured = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path).measure(cell, [ARMS["loka"]]))
-    monkeypatch.setattr("loka.train.model_bench.survey_model", None)  # it is not called again
+    monkeypatch.setattr("loka.train.model_bench.record_run", None)  # it is not called again
     kept = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path).measure(cell, [ARMS["loka"]]))
     assert "sites" in measured["loka"]["did"]
     assert kept["loka"]["did"] == measured["loka"]["did"]
+
+
+def test_the_probed_model_is_gone_when_kernels_are_measured(monkeypatch):
+    """With its gradients and optimizer it is several times its weights, and a wide layer's errors take the rest of a GPU."""
+    probed, at_measure = [], []
+
+    class Watched(ModelBench):
+        def _trainer(self, cell, arm):
+            trainer = super()._trainer(cell, arm)
+            probed.extend(weakref.ref(parameter) for parameter in trainer.model.parameters())
+            return trainer
+
+    monkeypatch.setattr("loka.train.model_bench.measure", lambda *_, **__: at_measure.extend(ref() for ref in probed))
+    Watched(CPU).survey(Cell("dlrm", "tiny", 32, Goal.SERVING), ARMS["loka"])
+    assert at_measure
+    assert not any(parameter is not None for parameter in at_measure)
 
 
 @pytest.mark.parametrize(
