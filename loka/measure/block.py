@@ -32,7 +32,8 @@ from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import torch_dtype
 from loka.numerics.metrics import flushed_share, measure_error, misread_share, saturated_share, silenced_share
-from loka.numerics.scaling import Quantized, dequantize, quantize
+from loka.numerics.reference import gemm
+from loka.numerics.scaling import Quantized, quantize
 
 
 class Blocks:
@@ -72,15 +73,16 @@ class Blocks:
         exact, misread = _Exact(block), 0.0
         samples = draw_tensors(site, 1, self._dtype, self._device)
         for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
-            with autocast_for(block, torch_dtype(self._dtype)):
-                got = _outputs(block, block.weight, tensors.x, tensors.dy)
-            expected = exact.outputs(tensors.x, tensors.dy)
             if index < LOST_SAMPLES:
                 errors[Role.FPROP].add_lost(*_lost(tensors.x, block.weight.detach()))
                 if tensors.dy is not None:
                     misread = max(misread, exact.misread_backward(tensors.x, tensors.dy, site.roles))
+            with autocast_for(block, torch_dtype(self._dtype)):
+                got = _outputs(block, block.weight, tensors.x, tensors.dy)
+            expected = exact.outputs(tensors.x, tensors.dy)
             for role, error in errors.items():
                 error.samples.add(measure_error(got[role], expected[role], role))
+            del got, expected  # a wide layer's gradients: the next sample needs the room
         return errors, misread
 
     def _time(self, shape: BlockShape, block: FusedBlock) -> dict[str, float]:
@@ -100,21 +102,19 @@ class _Exact:
         self._block = block
         self._weight_NK = block.weight.detach().double().requires_grad_()
         self._bias_N = None if block.bias is None else block.bias.detach().double()
-        self._cast_weight_NK = _cast(block.weight.detach())
+        self._cast_weight = _by_rows(block.weight.detach())  # its codes: in float64 a wide layer takes gigabytes
 
     def outputs(self, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:
         """y, and the gradients at the product of x and w as they are cast."""
-        cast_x_MK = _cast(x_MK)
-        x_MK = x_MK.double()
-        with torch.no_grad():
-            moved_MN = F.linear(cast_x_MK, self._cast_weight_NK) - F.linear(x_MK, self._weight_NK)
-        outputs = _outputs(lambda x: self._behind(F.linear(x, self._weight_NK) + moved_MN), self._weight_NK, x_MK, dy_MN)
-        return outputs | {Role.FPROP: self._behind(F.linear(x_MK, self._weight_NK)).detach()}
+        cast_product_MN, x_MK = self._cast_product(x_MK), x_MK.double()
+        moved_MN = cast_product_MN - self._product(x_MK).detach()
+        outputs = _outputs(lambda x: self._behind(self._product(x) + moved_MN), self._weight_NK, x_MK, dy_MN)
+        return outputs | {Role.FPROP: self._behind(self._product(x_MK)).detach()}
 
     def misread_backward(self, x_MK: Tensor, dy_MN: Tensor, roles: Collection[Role]) -> float:
         """The share of features that a cast with one scale for all values distorts: of x or dz, if wgrad reads them, or of w,
         in either order, if dgrad does."""
-        z_MN = F.linear(x_MK.double(), self._weight_NK).detach().requires_grad_()
+        z_MN = self._product(x_MK.double()).detach().requires_grad_()
         (dz_MN,) = torch.autograd.grad(self._behind(z_MN), z_MN, dy_MN.double())
         weight_NK = self._weight_NK.detach()
         powers = has_powers(self._block.in_features)
@@ -123,6 +123,13 @@ class _Exact:
             Role.DGRAD: [(w, _by_one(w, powers)) for w in (weight_NK, weight_NK.t())],
         }
         return max((misread_share(*pair).item() for role in roles for pair in read.get(role, ())), default=0.0)
+
+    def _product(self, x_MK: Tensor) -> Tensor:
+        return F.linear(x_MK, self._weight_NK)
+
+    def _cast_product(self, x_MK: Tensor) -> Tensor:
+        """Of both as forward casts them."""
+        return gemm(_by_rows(x_MK), self._cast_weight)
 
     def _behind(self, product_MN: Tensor) -> Tensor:
         z_MN = product_MN if self._bias_N is None else product_MN + self._bias_N
@@ -137,10 +144,6 @@ def _by_rows(tensor: Tensor) -> Quantized:
 def _by_one(tensor: Tensor, powers: bool) -> Quantized:
     """As backward reads them, and the gradient: with one scale for all."""
     return quantize(tensor.float(), Format.E4M3, Scaling.TENSORWISE, powers=powers)
-
-
-def _cast(tensor: Tensor) -> Tensor:
-    return dequantize(_by_rows(tensor), torch.float64)
 
 
 def _lost(x_MK: Tensor, weight_NK: Tensor) -> tuple[float, float, float]:

@@ -70,6 +70,7 @@ def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
     times = _product_times(timed, shapes, bench.speeds)
     candidates = tuple(_candidate(option, error, times.get(option, {})) for option, error in errors.items())
     casts = _cast_times([option for option in timed if _us(times[option])], errors, shapes, bench.speeds)
+    bench.speeds.release()
     return _site_survey(site, bench, candidates, casts)
 
 

@@ -80,6 +80,10 @@ class Speeds:
         self._casts.update({(shape, name, forms): time for forms, time in self._time(calls, shape).items()})
         return {forms: self._casts[shape, name, forms] for forms in sets}
 
+    def release(self) -> None:
+        """Let the tensors of the last shape go: of a wide layer they take gigabytes."""
+        self._parts.cache_clear()
+
     def is_compiled(self, name: TensorName, form: Form, shape: TimedShape) -> bool:
         """Whether torch compiles this cast first."""
         m, k, n = shape.shape.m, shape.shape.k, shape.shape.n

@@ -13,7 +13,7 @@ from loka.core.gemm import Role
 from loka.core.recipe import Format
 from loka.core.survey import BlockCandidate
 from loka.kernels.device import device_of
-from loka.measure.block import Blocks, block_shape
+from loka.measure.block import Blocks, _Exact, block_shape
 from loka.measure.survey import measure
 from loka.measure.timing import Timing
 
@@ -29,6 +29,11 @@ def weight(n: int, k: int) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(0)) / k**0.5
 
 
+def without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference path runs where no cast has led it, and so the exact gradients are to be taken there."""
+    monkeypatch.setattr(_Exact, "_cast_product", lambda self, x_MK: self._product(x_MK.double()).detach())
+
+
 @pytest.mark.parametrize("behind", [BEHIND, WITHOUT_NORM], ids=["norm", "no norm"])
 def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU the block computes in FP32: its errors are FP32's in every role, and each time is of its own call."""
@@ -42,7 +47,7 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
 
     monkeypatch.setattr(Blocks, "_why_not", lambda self, block, shapes: None)
     monkeypatch.setattr("loka.measure.block.time_together", times)
-    monkeypatch.setattr("loka.measure.block._cast", torch.Tensor.double)  # it runs where no cast has led it
+    without_casts(monkeypatch)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     site = site_record("a", weight(96, 64), **behind, has_bias=True, bias_N=torch.ones(96))
     blocks = Blocks(Format.FP32, torch.device("cpu"))
@@ -143,7 +148,7 @@ def test_gradients_are_exact_where_the_forward_casts_led(k: int, monkeypatch: py
     site = site_record("a", weight(96, k), **WITHOUT_NORM)
     (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [256])
     assert all(0.03 < block.error[role]["mere_floored"].mean < 0.1 for role in Role)  # healthy e4m3
-    monkeypatch.setattr("loka.measure.block._cast", torch.Tensor.double)
+    without_casts(monkeypatch)
     (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [256])
     assert block.error[Role.FPROP]["mere_floored"].mean < 0.1
     assert all(block.error[role]["mere_floored"].mean > 0.2 for role in (Role.DGRAD, Role.WGRAD))
