@@ -25,7 +25,7 @@ from loka.core.survey import BlockCandidate, Times
 from loka.kernels.triton.share import has_powers
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block, room_to_compile
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
-from loka.measure.parts import told
+from loka.measure.failure import told
 from loka.measure.timing import copies_past_cache, time_together
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue

@@ -11,7 +11,7 @@ import torch
 from loka.core.gemm import SiteShape
 from loka.measure.block_parts import room_to_compile
 from loka.measure.block_ways import WAYS, BlockInputs, Way
-from loka.measure.parts import told
+from loka.measure.failure import told
 from loka.measure.side_by_side import prepared_side_by_side
 from loka.measure.timing import time_together
 

@@ -10,7 +10,7 @@ from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers.triton import STATIC_SCALE
-from loka.measure.parts import told
+from loka.measure.failure import told
 from loka.measure.timing import Candidate, copies_past_cache, time_together
 from loka.numerics.formats import format_of
 

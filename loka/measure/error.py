@@ -19,8 +19,9 @@ from loka.core.estimate import Estimate
 from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.record import SiteRecord
 from loka.kernels.transforms import checked_vector
+from loka.measure.failure import told
 from loka.measure.oracle import Oracle
-from loka.measure.parts import Option, SiteParts, SiteTensors, told
+from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.numerics.formats import torch_dtype
 from loka.numerics.metrics import ErrorReport, ErrorSamples
 

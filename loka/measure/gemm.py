@@ -14,7 +14,8 @@ from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
 from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.measure import parts
-from loka.measure.parts import Option, SiteParts, SiteTensors, told
+from loka.measure.failure import told
+from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.timing import Candidate, Timing, time_together
 from loka.numerics.formats import format_of
 from loka.numerics.metrics import ErrorReport

@@ -242,9 +242,3 @@ def oracle_cast(tensor: Tensor, form: Form) -> Operand:
 def baseline_kernel(format: Format) -> str:
     """What a model that runs in ``format`` runs on without LoKA."""
     return f"torch.{format}"
-
-
-def told(failure: Exception) -> str:
-    """The failure of a library's call in one line: as a reason, it is the result."""
-    message = str(failure).strip() or "no message"
-    return f"failed: {type(failure).__name__}: {message.splitlines()[0]}"

@@ -19,7 +19,8 @@ from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form
 from loka.measure.error import require_device
-from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled, told
+from loka.measure.failure import told
+from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled
 from loka.measure.timing import Candidate, time_together
 from loka.numerics.formats import torch_dtype
 

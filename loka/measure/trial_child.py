@@ -13,7 +13,8 @@ import torch
 from loka.core.gemm import Role
 from loka.kernels.contract import KERNELS
 from loka.measure.block_parts import block_calls, random_block, room_to_compile
-from loka.measure.parts import SHARERS, Option, SiteParts, SiteTensors, is_worth_sharing, told
+from loka.measure.failure import told
+from loka.measure.parts import SHARERS, Option, SiteParts, SiteTensors, is_worth_sharing
 from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import torch_dtype
@@ -28,9 +29,12 @@ def run(trial: AnyTrial) -> Answer:
         _run_block(trial, device) if isinstance(trial, BlockTrial) else _run_kernel(trial, device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        answer = Answer()
     except Exception as failure:  # any library's any error: the reason is the result
-        return Answer(told(failure), broken=not is_well(device))
-    return Answer()
+        answer = Answer(told(failure), broken=not is_well(device))
+    if device.type == "cuda" and not answer.broken:
+        torch.cuda.empty_cache()  # what a wide layer took is for the other children
+    return answer
 
 
 def _is_known(trial: Trial) -> bool:

@@ -6,7 +6,6 @@ host is timed. Arm and baseline take turns step by step, and the speed-up is the
 """
 
 import gc
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 
 from loka.core.plan import Goal
 from loka.core.survey import Survey
 from loka.data.batch import Batch
 from loka.data.dataset import open_dataset
+from loka.measure.failure import reason_of
 from loka.measure.survey import measure
 from loka.models.recommender import Recommender
 from loka.models.registry import build_model
@@ -38,7 +37,6 @@ from loka.train.trainer import Trainer
 TIMED_STEPS = 20
 PROBED_STEPS = 4
 PROFILED_STEPS = 3
-OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -187,20 +185,6 @@ class ModelBench:
                 release_memory(self.device)
                 self._surveys[name] = measure(record, kernels=self.kernels, device=self.device, out=folder)
         return self._surveys[name]
-
-
-def reason_of(error: BaseException) -> str:
-    """In a line: what was at the bottom of it, where torch.compile wraps another error in its own or tells of it in passing."""
-    while isinstance(error, TorchDynamoException):
-        inner = getattr(error, "inner_exception", None) or error.__cause__
-        if inner is None:
-            break
-        error = inner
-    if isinstance(error, torch.OutOfMemoryError):
-        return OUT_OF_MEMORY
-    text = str(error).strip()
-    in_passing = re.search(r"\): got (.+)", text) if isinstance(error, TorchDynamoException) else None
-    return (in_passing[1] if in_passing else text.partition("\n")[0])[:200] or type(error).__name__
 
 
 def _shares(step: Callable[[], object], model: Recommender, batch_size: int, compiled: bool) -> dict[str, float] | None:

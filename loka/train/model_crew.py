@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 import torch
 
 from loka.core.errors import InvalidInput, KernelUnavailable
+from loka.measure.failure import OUT_OF_MEMORY, reason_of
 from loka.measure.side_by_side import Worker, WorkerLost
 from loka.train.model_arms import ARMS, BASELINE, ModelArm
-from loka.train.model_bench import OUT_OF_MEMORY, Cell, ModelBench, Ready, reason_of, release_memory
+from loka.train.model_bench import Cell, ModelBench, Ready, release_memory
 from loka.train.step_timer import StepTimer
 
 READY_LIMIT_S = 240.0  # for an arm to be built and compiled, beside others

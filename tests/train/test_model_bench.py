@@ -19,12 +19,13 @@ from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.plan import Goal
 from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
+from loka.measure.failure import OUT_OF_MEMORY
 from loka.measure.side_by_side import WorkerLost
 from loka.nn.linear import LokaLinear
 from loka.train import model_crew
 from loka.train.fp8_everywhere import apply_everywhere
 from loka.train.model_arms import ARMS, BASELINE, Subject, reading_transposes
-from loka.train.model_bench import OUT_OF_MEMORY, Cell, ModelBench, dense_arguments
+from loka.train.model_bench import Cell, ModelBench, dense_arguments
 from loka.train.model_crew import BaselineLost, measure_side_by_side
 from loka.train.model_tables import ceiling, make_tables
 from loka.train.step_profile import Kind, StepProfile
