@@ -12,7 +12,7 @@ from loka.core.gemm import SiteShape
 from loka.measure.block_parts import room_to_compile
 from loka.measure.block_ways import WAYS, BlockInputs, Way
 from loka.measure.failure import told
-from loka.measure.side_by_side import prepared_side_by_side
+from loka.measure.side_by_side import WorkerLost, prepared_side_by_side
 from loka.measure.timing import time_together
 
 
@@ -82,8 +82,12 @@ def measure_blocks(
     """The same at many shapes. Compiling is most of the time: with ``workers`` that many processes do it side by side."""
     prepare = partial(prepare_block, device=device, ways=tuple(ways))
     if workers:
-        return prepared_side_by_side(sites, prepare, measure_block, workers=workers)
+        return prepared_side_by_side(sites, prepare, measure_block, workers=workers, lost=_lost)
     return (measure_block(prepare(site)) for site in sites)
+
+
+def _lost(site: SiteShape, error: WorkerLost) -> BlockMeasurement:
+    return BlockMeasurement(site, {}, {}, {}, why_not={str(site): str(error)})
 
 
 def limits_us(site: SiteShape, device_name: str) -> tuple[float | None, float | None]:

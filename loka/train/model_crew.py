@@ -98,8 +98,9 @@ def _why_not_surveyed(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Pat
 
 def _start(bench: ModelBench, cell: Cell, surveys: Path, arm: ModelArm, held: ExitStack) -> ArmWorker:
     kernels = None if bench.kernels is None else tuple(bench.kernels)
-    worker = Worker([Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads())], _made_ready)
+    worker = Worker(_made_ready)
     held.callback(worker.stop)
+    worker.begin(Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads()))
     return worker
 
 
@@ -117,7 +118,7 @@ def _remote(worker: ArmWorker, *, lost: type[WorkerLost]) -> Ready:
 
     def call(function: Callable[[Ready | str], Result]) -> Result:
         try:
-            return worker.call(0, function)
+            return worker.call(function)
         except WorkerLost as error:
             raise lost(str(error)) from error
 

@@ -1,6 +1,5 @@
 """What the processes of test_side_by_side run: a module, so that they can import it."""
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -15,13 +14,23 @@ def tell(log: str, line: str) -> None:
         file.write(f"{line}\n")
 
 
+def fail_if_told(name: str, log: str, when: str) -> None:
+    """``dies in run`` does it every time, ``dies in run once`` the first."""
+    if when not in name:
+        return
+    if "once" in name:
+        marker = Path(f"{log}.{when}")
+        if marker.exists():
+            return
+        marker.touch()
+    if "raises" in name:
+        raise ValueError(name)
+    os._exit(1)
+
+
 def prepare(job: Job) -> tuple[str, str, int]:
     name, log = job
-    if multiprocessing.parent_process() is not None:
-        if name.startswith("dies"):
-            os._exit(1)
-        if name.startswith("raises"):
-            raise ValueError(name)
+    fail_if_told(name, log, "in prepare")
     time.sleep(0.01 * len(name))
     tell(log, f"prepared {name}")
     return name, log, os.getpid()
@@ -29,8 +38,7 @@ def prepare(job: Job) -> tuple[str, str, int]:
 
 def run(prepared: tuple[str, str, int]) -> tuple[str, bool, int]:
     name, log, prepared_by = prepared
-    if name.startswith("late") and multiprocessing.parent_process() is not None:
-        os._exit(1)
+    fail_if_told(name, log, "in run")
     tell(log, f"begin {name}")
     time.sleep(0.02)
     tell(log, f"end {name}")
@@ -43,7 +51,7 @@ def prepare_for_long(log: str) -> None:
 
 
 def start_and_die(log: str) -> None:
-    Worker([log], prepare_for_long)
+    Worker(prepare_for_long).begin(log)
     while not Path(log).exists():
         time.sleep(0.05)
     os._exit(1)  # as if it was killed: nothing is cleaned up

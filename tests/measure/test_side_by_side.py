@@ -6,38 +6,49 @@ import time
 from pathlib import Path
 
 import pytest
-from side_by_side_jobs import prepare, run, start_and_die
+from side_by_side_jobs import Job, prepare, run, start_and_die
 
 from loka.measure.side_by_side import Worker, WorkerLost, prepared_side_by_side
 
 
+def lost(job: Job, error: WorkerLost) -> tuple[str, bool, int]:
+    return f"{job[0]}: {error}", True, -1
+
+
 @pytest.mark.parametrize("workers", [1, 2, 9])
-def test_all_are_prepared_then_each_runs_alone_where_it_was_prepared(tmp_path: Path, workers: int) -> None:
+def test_a_group_is_prepared_then_each_runs_alone_where_it_was_prepared(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
     names = ["a", "bbbbbb", "c", "dd", "e"]
-    results = list(prepared_side_by_side([(name, str(log)) for name in names], prepare, run, workers=workers))
+    results = list(prepared_side_by_side([(name, str(log)) for name in names], prepare, run, workers=workers, lost=lost))
     assert [name for name, _, _ in results] == names
     assert all(is_same for _, is_same, _ in results)
     assert len({process for _, _, process in results} - {os.getpid()}) == min(workers, len(names))
-    lines = log.read_text().splitlines()
-    assert sorted(lines[: len(names)]) == sorted(f"prepared {name}" for name in names)
-    assert lines[len(names) :] == [f"{what} {name}" for name in names for what in ("begin", "end")]
+    lines = iter(log.read_text().splitlines())
+    for group in (names[first : first + workers] for first in range(0, len(names), workers)):
+        assert sorted(next(lines) for _ in group) == sorted(f"prepared {name}" for name in group)
+        run_one_by_one = [f"{what} {name}" for name in group for what in ("begin", "end")]
+        assert [next(lines) for _ in run_one_by_one] == run_one_by_one
+    assert not list(lines)
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("bad", ["dies", "raises", "late"])
-def test_what_a_lost_process_had_to_do_is_done_here(tmp_path: Path, bad: str) -> None:
-    """Its first item, and the one behind it; the other process goes on."""
+@pytest.mark.parametrize("when", ["in prepare", "in run"])
+@pytest.mark.parametrize("how", ["dies", "raises"])
+def test_one_whose_process_is_lost_is_tried_again_in_another(tmp_path: Path, how: str, when: str) -> None:
+    """Never in this one, which it might break. Behind it the others go on as if nothing had been."""
     log = str(tmp_path / "log")
-    names = [bad, "well", "behind it", "too"]
-    results = list(prepared_side_by_side([(name, log) for name in names], prepare, run, workers=2))
-    assert [name for name, _, _ in results] == names
-    assert [process == os.getpid() for _, _, process in results] == [True, False, True, False]
+    names = [f"{how} {when} once", "well", "behind it", f"{how} {when}", "last"]
+    results = list(prepared_side_by_side([(name, log) for name in names], prepare, run, workers=2, lost=lost))
+    told = f"{how} {when}: its process ended" + (" while it was made ready" if when == "in prepare" else "")
+    assert [name for name, _, _ in results] == [*names[:3], told, "last"]
+    assert all(is_same for _, is_same, _ in results)
+    assert os.getpid() not in {process for _, _, process in results}
+    assert not multiprocessing.active_children()
 
 
 def test_nothing_to_do_and_an_end_in_between(tmp_path: Path) -> None:
-    assert list(prepared_side_by_side([], prepare, run, workers=3)) == []
-    rest = prepared_side_by_side([(name, str(tmp_path / "log")) for name in "abc"], prepare, run, workers=2)
+    assert list(prepared_side_by_side([], prepare, run, workers=3, lost=lost)) == []
+    rest = prepared_side_by_side([(name, str(tmp_path / "log")) for name in "abc"], prepare, run, workers=2, lost=lost)
     assert next(rest)[0] == "a"
     assert multiprocessing.active_children()
     rest.close()  # type: ignore[attr-defined]
@@ -59,9 +70,10 @@ def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_process_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    worker = Worker([("x" * 2000, str(tmp_path / "log"))], prepare)  # 20 s
+    worker = Worker(prepare)
+    worker.begin(("x" * 2000, str(tmp_path / "log")))  # 20 s
     with pytest.raises(WorkerLost, match="not ready after 1 s"):
         worker.wait_until_ready(1)
     assert not multiprocessing.active_children()
     with pytest.raises(WorkerLost, match="not ready after 1 s"):  # whenever it is asked
-        worker.call(0, run)
+        worker.call(run)

@@ -107,7 +107,7 @@ class FakeWorker:
         if self.says == "late":
             raise WorkerLost(f"not ready after {limit_s:.0f} s")
 
-    def call(self, index: int, function: object) -> object:
+    def call(self, function: object) -> object:
         self.wait_until_ready(240)
         self.calls -= 1
         if self.calls < 0:
