@@ -38,16 +38,17 @@ def amax_kernel(
     x_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     rows, cols, row_stride, tiles_down,
     ROWS: tl.constexpr, COLS: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, OF_ALL: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Raises the amaxes of rows, of columns and of all (from 0) to those of one strip of ``tiles_down`` tiles.
 
-    A maximum is the same in whatever order programs get to it.
+    A maximum is the same in whatever order programs get to it. ONE_TILE: there is nothing to go down, nor to load ahead.
     """
     wait_for_kernels_before()
     row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
     col = col_strip * COLS + tl.arange(0, COLS)
     amax_RC = tl.zeros((ROWS, COLS), tl.int32)  # over tiles first: one reduction at the end instead of one a tile
-    for tile in tl.range(tiles_down, num_stages=3):
+    for tile in tl.range(1 if ONE_TILE else tiles_down, num_stages=3):
         row = (row_strip * tiles_down + tile) * ROWS + tl.arange(0, ROWS)
         bits_RC = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
         if OF_ROWS:

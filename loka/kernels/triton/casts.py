@@ -316,7 +316,8 @@ def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
     launch(
         kernels.amax_kernel, (-(-rows // (down * tile_rows)) * -(-cols // tile_cols), 1, 1),
         x, of_rows, of_cols, of_all, rows, cols, x.stride(0), down,
-        ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, num_warps=8,
+        ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, ONE_TILE=down == 1,
+        num_warps=8,
     )  # fmt: skip
     return of_rows, of_cols, of_all
 
