@@ -10,11 +10,13 @@ from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers.triton import STATIC_SCALE
+from loka.kernels.triton.share import cast_by_rows
 from loka.measure.failure import told
 from loka.measure.timing import Candidate, copies_past_cache, time_together
 from loka.numerics.formats import format_of
 
 COPY, FBGEMM, COMPILED = "copy", "fbgemm rowwise", "torch.compile rowwise"
+BY_ROWS = "blocks' own, both"  # rows as they lie by powers of two, and their codes transposed with one scale for all
 OURS = (Scaling.ROWWISE, Scaling.STATIC, Scaling.TENSORWISE, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
 LAYOUTS = {"plain": (False,), "transposed": (True,), "both": (False, True)}
 
@@ -43,13 +45,14 @@ def measure_casts(rows: int, cols: int, device: torch.device) -> CastMeasurement
     matrices = [
         torch.randn(rows, cols, device=device, dtype=torch.bfloat16) for _ in range(copies_past_cache(2 * rows * cols, device))
     ]
-    casts = {COPY: _Cast(None, ()), FBGEMM: _Cast("fbgemm", _forms(Scaling.ROWWISE, (False,)))}
+    casts = {COPY: _Cast(COPY, ()), FBGEMM: _Cast("fbgemm", _forms(Scaling.ROWWISE, (False,)))}
     casts[COMPILED] = _Cast("torch", casts[FBGEMM].forms)
     casts |= {
         name_of(scaling, layout): _Cast("triton", _forms(scaling, transposed))
         for scaling in OURS
         for layout, transposed in LAYOUTS.items()
     }
+    casts[BY_ROWS] = _Cast(BY_ROWS, ())
     why_not = {name: reason for name, cast in casts.items() if (reason := cast.why_not(matrices[0]))}
     able = {name: cast for name, cast in casts.items() if name not in why_not}
     calls: dict[str, Candidate] = {}
@@ -68,23 +71,24 @@ def measure_casts(rows: int, cols: int, device: torch.device) -> CastMeasurement
 
 
 class _Cast(msgspec.Struct, frozen=True):
-    caster: str | None  # None copies
+    caster: str  # or COPY, or BY_ROWS
     forms: tuple[Form, ...]
 
     @property
     def bytes_written(self) -> int:
         """Of each value."""
-        return 2 if self.caster is None else len(self.forms)
+        return len(self.forms) or 2
 
     def run(self, x: Tensor) -> object:
-        return x.clone() if self.caster is None else CASTERS.get(self.caster).cast(x, self.forms)
+        if self.caster == COPY:
+            return x.clone()
+        return cast_by_rows(x) if self.caster == BY_ROWS else CASTERS.get(self.caster).cast(x, self.forms)
 
     def why_not(self, x: Tensor) -> str | None:
         problem = CastProblem(TensorName.X, x.shape[0], x.shape[1], format_of(x.dtype), device_of(x.device))
-        if self.caster is not None:
-            refusals = [CASTERS.get(self.caster).why_not(form, problem) for form in self.forms]
-            if reason := next((refusal for refusal in refusals if refusal), None):
-                return reason
+        refusals = [CASTERS.get(self.caster).why_not(form, problem) for form in self.forms]
+        if reason := next((refusal for refusal in refusals if refusal), None):
+            return reason
         try:
             self.run(x)
             torch.cuda.synchronize(x.device)
