@@ -54,6 +54,9 @@ def block(
     begin = time.monotonic()
     for measured in measure_blocks(missing, where, chosen, workers=max(0, min(workers, len(missing) - 1, os.cpu_count() or 1))):
         site = measured.site
+        if not measured.training_us:  # not written down: the next call tries it again
+            print(f"{site}: nothing could be measured, {next(iter(measured.why_not.values()))}", flush=True)
+            continue
         gathered.add(str(site), msgspec.to_builtins(measured))
         told = ", ".join(
             f"{use} {times[BASELINE]:.1f} µs, {FUSED} {times[BASELINE] / times[FUSED]:.2f} times as fast"

@@ -106,15 +106,19 @@ class _Exact:
 
     def outputs(self, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:
         """y, and the gradients at the product of x and w as they are cast."""
-        cast_product_MN, x_MK = self._cast_product(x_MK), x_MK.double()
-        moved_MN = cast_product_MN - self._product(x_MK).detach()
-        outputs = _outputs(lambda x: self._behind(self._product(x) + moved_MN), self._weight_NK, x_MK, dy_MN)
-        return outputs | {Role.FPROP: self._behind(self._product(x_MK)).detach()}
+        with torch.no_grad():
+            product_MN = self._product(x_MK.double())
+            moved_MN = self._cast_product(x_MK) - product_MN
+            y_MN = self._behind(product_MN)
+        outputs = _outputs(lambda x: self._behind(self._product(x) + moved_MN), self._weight_NK, x_MK.double(), dy_MN)
+        return outputs | {Role.FPROP: y_MN}
 
     def misread_backward(self, x_MK: Tensor, dy_MN: Tensor, roles: Collection[Role]) -> float:
         """The share of features that a cast with one scale for all values distorts: of x or dz, if wgrad reads them, or of w,
         in either order, if dgrad does."""
-        z_MN = self._product(x_MK.double()).detach().requires_grad_()
+        with torch.no_grad():
+            z_MN = self._product(x_MK.double())
+        z_MN.requires_grad_()
         (dz_MN,) = torch.autograd.grad(self._behind(z_MN), z_MN, dy_MN.double())
         weight_NK = self._weight_NK.detach()
         powers = has_powers(self._block.in_features)

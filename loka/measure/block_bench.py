@@ -87,7 +87,7 @@ def measure_blocks(
 
 
 def _lost(site: SiteShape, error: WorkerLost) -> BlockMeasurement:
-    return BlockMeasurement(site, {}, {}, {}, why_not={str(site): str(error)})
+    return BlockMeasurement(site, {}, {}, {}, why_not=dict.fromkeys(WAYS, str(error)))
 
 
 def limits_us(site: SiteShape, device_name: str) -> tuple[float | None, float | None]:

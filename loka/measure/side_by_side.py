@@ -18,7 +18,6 @@ Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
 
 _ONE_CORE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # for each: processes enough are at it
-_PREPARE, _CALL = "prepare", "call"
 
 
 class WorkerLost(RuntimeError):
@@ -26,50 +25,40 @@ class WorkerLost(RuntimeError):
 
 
 class Worker(Generic[Item, Prepared]):
-    """A process that prepares an item and keeps it, to call functions of it as it is told to; then perhaps another.
+    """A process that prepares ``item`` and keeps what came of it, to call functions of it as it is told to.
 
-    Functions are given by module and name, as pickle has them, and so are items and results; what is prepared stays there.
+    Functions are given by module and name, as pickle has them, and so are the item and results; what is prepared stays there.
     The process ends with this one, however this one ends.
     """
 
-    def __init__(self, prepare: Callable[[Item], Prepared]) -> None:
+    def __init__(self, prepare: Callable[[Item], Prepared], item: Item) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_work, args=(there, prepare), daemon=True)
+        self._process: BaseProcess = context.Process(target=_work, args=(there, prepare, item), daemon=True)
         with _environment(_ONE_CORE):
             self._process.start()
         there.close()  # so that its end is seen here
         self._is_ready = False
         self._why_lost: str | None = None
 
-    @property
-    def is_lost(self) -> bool:
-        return self._why_lost is not None
-
-    def begin(self, item: Item) -> None:
-        """Let what was prepared before go, and have ``item`` prepared: nobody waits for it yet."""
-        self._is_ready = False
-        with suppress(OSError):  # where the process has ended, waiting tells
-            self._here.send((_PREPARE, item))
+    def call(self, function: Callable[[Prepared], Result]) -> Result:
+        """``function`` of what was prepared, as soon as it is."""
+        self.wait_until_ready()
+        return self._answer("its process ended", function)
 
     def wait_until_ready(self, limit_s: float | None = None) -> None:
         """A process that takes longer than the limit is stopped."""
         if self._is_ready:
             return
-        self._answer("its process ended while it was made ready", limit_s)
+        self._answer("its process ended while it was made ready", limit_s=limit_s)
         self._is_ready = True
 
-    def call(self, function: Callable[[Prepared], Result]) -> Result:
-        """``function`` of what was prepared, as soon as it is."""
-        self.wait_until_ready()
-        with suppress(OSError):
-            self._here.send((_CALL, function))
-        return self._answer("its process ended")
-
-    def _answer(self, why_lost: str, limit_s: float | None = None) -> Any:
-        """What the process says next."""
+    def _answer(self, why_lost: str, request: object = None, *, limit_s: float | None = None) -> Any:
+        """What the process says next, to ``request`` if there is one."""
         if self._why_lost is None:
             with suppress(EOFError, OSError):
+                if request is not None:
+                    self._here.send(request)
                 if self._here.poll(limit_s):
                     return self._here.recv()
                 self.stop()
@@ -91,47 +80,40 @@ def prepared_side_by_side(
     workers: int,
     lost: Callable[[Item, WorkerLost], Result],
 ) -> Iterator[Result]:
-    """``run(prepare(item))`` of every item, in their order: as many as there are workers are prepared, then run one by one.
+    """``run(prepare(item))`` of every item, group by group: as many as there are workers are prepared, then run one by one.
 
-    One whose process is lost is tried again in a new one, alone; if that is lost too, ``lost`` has its result.
+    One whose process is lost is tried again behind its group, in a new process and alone, for memory may have been short; if
+    that is lost too, ``lost`` has its result.
     """
-    with ExitStack() as held:
-
-        def hire() -> Worker[Item, Prepared]:
-            worker = Worker(prepare)
-            held.callback(worker.stop)
-            return worker
-
-        crew = [hire() for _ in range(min(workers, len(items)))]
-        for group in (items[first : first + workers] for first in range(0, len(items), workers)):
-            crew = [hire() if worker.is_lost else worker for worker in crew]
-            busy = list(zip(crew, group, strict=False))  # the last group may be smaller
-            for worker, item in busy:
-                worker.begin(item)
-            for worker, _ in busy:
+    for first in range(0, len(items), workers):
+        group = items[first : first + workers]
+        with ExitStack() as held:
+            # One process for each item, and none from group to group: what a process has let go of, its allocator may hold.
+            crew = [(item, _begun(prepare, item, held)) for item in group]
+            for _, worker in crew:
                 with suppress(WorkerLost):
                     worker.wait_until_ready()
-            for worker, item in busy:
+            again = []
+            for item, worker in crew:
                 try:
                     result = worker.call(run)
                 except WorkerLost:
-                    result = _tried_again(hire(), item, run, lost)
+                    again.append(item)
+                else:
+                    yield result
+        for item in again:
+            with ExitStack() as held:
+                try:
+                    result = _begun(prepare, item, held).call(run)
+                except WorkerLost as error:
+                    result = lost(item, error)
                 yield result
 
 
-def _tried_again(
-    worker: Worker[Item, Prepared],
-    item: Item,
-    run: Callable[[Prepared], Result],
-    lost: Callable[[Item, WorkerLost], Result],
-) -> Result:
-    worker.begin(item)
-    try:
-        return worker.call(run)
-    except WorkerLost as error:
-        return lost(item, error)
-    finally:
-        worker.stop()
+def _begun(prepare: Callable[[Item], Prepared], item: Item, held: ExitStack) -> Worker[Item, Prepared]:
+    worker = Worker(prepare, item)
+    held.callback(worker.stop)
+    return worker
 
 
 @contextmanager
@@ -148,18 +130,14 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _work(there: Connection, prepare: Callable[[Any], object]) -> None:
+def _work(there: Connection, prepare: Callable[[Any], object], item: Any) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
-    prepared = None
+    prepared = prepare(item)
     with suppress(EOFError, BrokenPipeError):  # nobody asks any more
+        there.send(None)
         while True:
-            what, given = there.recv()
-            if what == _PREPARE:
-                prepared = None  # its memory is for the next
-                prepared = prepare(given)
-                there.send(None)
-            else:
-                there.send(given(prepared))
+            function = there.recv()
+            there.send(function(prepared))
 
 
 def _end_with_parent() -> None:

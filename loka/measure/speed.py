@@ -82,8 +82,10 @@ class Speeds:
         return {forms: self._casts[shape, name, forms] for forms in sets}
 
     def release(self) -> None:
-        """Let the tensors of the last shape go: of a wide layer they take gigabytes."""
+        """Let the tensors of the last shape go, for other processes too: of a wide layer they take gigabytes."""
         self._parts.cache_clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def is_compiled(self, name: TensorName, form: Form, shape: TimedShape) -> bool:
         """Whether torch compiles this cast first."""

@@ -153,6 +153,7 @@ def _failed_trials(
     if trials:
         kernels = len({trial.kernel for trial in trials})
         shown.say(f"trying {kernels} kernels at {len(trials)} problems in processes of their own")
+    speeds.release()  # what measuring the ceiling, or looking for blocks, has left is for the children
     failures = try_kernels(trials, children=children_for(device.type))
     for kernel in dict.fromkeys(trial.kernel for trial in failures):
         shown.say(f"  {kernel}: {next(why for trial, why in failures.items() if trial.kernel == kernel)}")

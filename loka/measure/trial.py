@@ -26,6 +26,7 @@ from loka.core.recipe import Format, Transform
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.measure.block_parts import BlockShape
+from loka.measure.failure import OUT_OF_MEMORY
 
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
 LIMIT_S = 60.0  # to compile a kernel and run it once, and as long behind every transform
@@ -162,7 +163,7 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 
 def _is_of_crowding(why: str) -> bool:
-    return "out of memory" in why.lower() or why.startswith("hung")
+    return OUT_OF_MEMORY in why or why.startswith("hung")
 
 
 def _try_all(trials: list[AnyTrial], children: int) -> dict[AnyTrial, str]:

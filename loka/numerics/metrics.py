@@ -15,7 +15,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.numerics.confidence import estimate_mean
 from loka.numerics.formats import decode, info
-from loka.numerics.scaling import Quantized, dequantize, expand_scale, split_rows
+from loka.numerics.scaling import Quantized, dequantize, expand_scale, slices_of_rows
 
 # Each example counts, in its own output and in the gradient it sends on: floors by row. There an rms of all would let the few
 # rows of large gradients, the clicks, hide that those of all others are gone. Adam weighs each weight by itself: by column.
@@ -34,8 +34,12 @@ def mere(out: Tensor, ref: Tensor) -> Tensor:
 def mere_floored(out: Tensor, ref: Tensor, *, axis: int | None = None) -> Tensor:
     """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), the rms along ``axis``: 1 for each row, 0 for each column, or of all."""
     if axis is None:
-        rms = (_sum_of_squares(ref for _, ref in _slices(out, ref)) / ref.numel()).sqrt()
+        rms = (torch.stack([ref.square().sum() for _, ref in _slices(out, ref)]).sum() / ref.numel()).sqrt()
         slices = ((out, ref, rms) for out, ref in _slices(out, ref))
+    elif axis not in (0, 1) or out.ndim != 2:
+        raise InvalidInput(
+            f"an rms of each row (axis 1) or column (axis 0) is of a matrix, got axis {axis} of {tuple(out.shape)}"
+        )
     else:  # cut across the axis, so that each slice has its rms in itself
         slices = (
             (out, ref, ref.square().mean(dim=axis, keepdim=True).sqrt()) for out, ref in _slices(out, ref, along=1 - axis)
@@ -45,8 +49,8 @@ def mere_floored(out: Tensor, ref: Tensor, *, axis: int | None = None) -> Tensor
 
 def relative_rms(out: Tensor, ref: Tensor) -> Tensor:
     """rms(out−ref)/rms(ref)."""
-    error = _sum_of_squares(out - ref for out, ref in _slices(out, ref))
-    return _ratio(error, _sum_of_squares(ref for _, ref in _slices(out, ref))).sqrt()
+    sums = [torch.stack([(out - ref).square().sum(), ref.square().sum()]) for out, ref in _slices(out, ref)]
+    return _ratio(*torch.stack(sums).sum(0)).sqrt()
 
 
 def sqnr_db(out: Tensor, ref: Tensor) -> Tensor:
@@ -146,6 +150,8 @@ def _slices(out: Tensor, ref: Tensor, along: int = 0) -> Iterator[tuple[Tensor, 
         raise InvalidInput(f"output and reference must have one shape, got {tuple(out.shape)} and {tuple(ref.shape)}")
     if out.numel() == 0:
         raise InvalidInput(f"an empty output, shape {tuple(out.shape)}, has no error to measure")
+    if out.ndim == 0:
+        out, ref = out[None], ref[None]
     length = max(1, AT_ONCE * out.shape[along] // out.numel())
     for part, ref_part in zip(out.split(length, along), ref.split(length, along), strict=True):
         yield part.to(torch.float64), ref_part.to(torch.float64)
@@ -153,17 +159,15 @@ def _slices(out: Tensor, ref: Tensor, along: int = 0) -> Iterator[tuple[Tensor, 
 
 def _row_slices(x: Tensor, q: Quantized) -> Iterator[tuple[Tensor, Quantized]]:
     """The tensor and its cast, as many rows at a time."""
-    for rows, part in split_rows(q, max(1, AT_ONCE // max(1, x.shape[1]))):
+    if x.shape != q.codes.shape:
+        raise InvalidInput(f"a tensor and its cast must have one shape, got {tuple(x.shape)} and {tuple(q.codes.shape)}")
+    for rows, part in slices_of_rows(q, max(1, AT_ONCE // max(1, x.shape[1]))):
         yield x[rows], part
 
 
 def _mean_ratio(slices: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     sums = [(_ratio(error, reference).sum(), error.numel()) for error, reference in slices]
     return torch.stack([total for total, _ in sums]).sum() / sum(count for _, count in sums)
-
-
-def _sum_of_squares(slices: Iterable[Tensor]) -> Tensor:
-    return torch.stack([part.square().sum() for part in slices]).sum()
 
 
 def _ratio(error: Tensor, reference: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     return (decode(q.codes, compute) * expand_scale(q.scale.to(compute), q.scaling, q.codes.shape)).to(dtype)
 
 
-def split_rows(q: Quantized, rows: int) -> Iterator[tuple[slice, Quantized]]:
+def slices_of_rows(q: Quantized, rows: int) -> Iterator[tuple[slice, Quantized]]:
     """``q`` in parts of about ``rows`` rows, none of which cuts a block in two, and where each lies."""
     n_rows, block = q.codes.shape[0], q.scaling.block[0]
     step = rows if block is None else -(-rows // block) * block

@@ -98,9 +98,8 @@ def _why_not_surveyed(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Pat
 
 def _start(bench: ModelBench, cell: Cell, surveys: Path, arm: ModelArm, held: ExitStack) -> ArmWorker:
     kernels = None if bench.kernels is None else tuple(bench.kernels)
-    worker = Worker(_made_ready)
+    worker = Worker(_made_ready, Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads()))
     held.callback(worker.stop)
-    worker.begin(Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads()))
     return worker
 
 

@@ -30,10 +30,18 @@ def fail_if_told(name: str, log: str, when: str) -> None:
 
 def prepare(job: Job) -> tuple[str, str, int]:
     name, log = job
+    tell(f"{log}.beside", f"{name} {others_alive(log)}")
+    tell(f"{log}.processes", str(os.getpid()))
     fail_if_told(name, log, "in prepare")
     time.sleep(0.01 * len(name))
     tell(log, f"prepared {name}")
     return name, log, os.getpid()
+
+
+def others_alive(log: str) -> int:
+    """Of the processes that began before."""
+    known = Path(f"{log}.processes")
+    return sum(Path(f"/proc/{process}").exists() for process in (known.read_text().split() if known.exists() else ()))
 
 
 def run(prepared: tuple[str, str, int]) -> tuple[str, bool, int]:
@@ -51,7 +59,7 @@ def prepare_for_long(log: str) -> None:
 
 
 def start_and_die(log: str) -> None:
-    Worker(prepare_for_long).begin(log)
+    Worker(prepare_for_long, log)
     while not Path(log).exists():
         time.sleep(0.05)
     os._exit(1)  # as if it was killed: nothing is cleaned up

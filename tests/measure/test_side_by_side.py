@@ -22,7 +22,7 @@ def test_a_group_is_prepared_then_each_runs_alone_where_it_was_prepared(tmp_path
     results = list(prepared_side_by_side([(name, str(log)) for name in names], prepare, run, workers=workers, lost=lost))
     assert [name for name, _, _ in results] == names
     assert all(is_same for _, is_same, _ in results)
-    assert len({process for _, _, process in results} - {os.getpid()}) == min(workers, len(names))
+    assert len({process for _, _, process in results} - {os.getpid()}) == len(names)
     lines = iter(log.read_text().splitlines())
     for group in (names[first : first + workers] for first in range(0, len(names), workers)):
         assert sorted(next(lines) for _ in group) == sorted(f"prepared {name}" for name in group)
@@ -34,15 +34,19 @@ def test_a_group_is_prepared_then_each_runs_alone_where_it_was_prepared(tmp_path
 
 @pytest.mark.parametrize("when", ["in prepare", "in run"])
 @pytest.mark.parametrize("how", ["dies", "raises"])
-def test_one_whose_process_is_lost_is_tried_again_in_another(tmp_path: Path, how: str, when: str) -> None:
-    """Never in this one, which it might break. Behind it the others go on as if nothing had been."""
+def test_one_whose_process_is_lost_is_tried_again_alone(tmp_path: Path, how: str, when: str) -> None:
+    """Behind its group, when that has let go of all memory; and never in this process, which it might break."""
     log = str(tmp_path / "log")
     names = [f"{how} {when} once", "well", "behind it", f"{how} {when}", "last"]
     results = list(prepared_side_by_side([(name, log) for name in names], prepare, run, workers=2, lost=lost))
     told = f"{how} {when}: its process ended" + (" while it was made ready" if when == "in prepare" else "")
-    assert [name for name, _, _ in results] == [*names[:3], told, "last"]
+    assert [name for name, _, _ in results] == ["well", f"{how} {when} once", "behind it", told, "last"]
     assert all(is_same for _, is_same, _ in results)
     assert os.getpid() not in {process for _, _, process in results}
+    beside = [line.rpartition(" ")[::2] for line in Path(f"{log}.beside").read_text().splitlines()]
+    for name in (names[0], names[3]):
+        first, second = (others for known, others in beside if known == name)
+        assert second == "0", f"{name}, which ran beside {first}, was tried again beside {second}"
     assert not multiprocessing.active_children()
 
 
@@ -70,8 +74,7 @@ def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_process_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    worker = Worker(prepare)
-    worker.begin(("x" * 2000, str(tmp_path / "log")))  # 20 s
+    worker = Worker(prepare, ("x" * 2000, str(tmp_path / "log")))  # 20 s
     with pytest.raises(WorkerLost, match="not ready after 1 s"):
         worker.wait_until_ready(1)
     assert not multiprocessing.active_children()

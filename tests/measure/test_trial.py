@@ -29,6 +29,7 @@ from loka.measure import trial as module
 from loka.measure.block import Blocks
 from loka.measure.block_parts import BlockShape
 from loka.measure.error import OptionError, draw_tensors
+from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
 from loka.measure.speed import Speeds, TimedShape
@@ -129,7 +130,7 @@ class _Children:
         if trial.kernel == "interrupted":
             raise KeyboardInterrupt
         if trial.kernel == "crowded" and self.asked.count(trial) == 1:
-            return Answer("failed: OutOfMemoryError: CUDA out of memory")
+            return Answer(told(torch.OutOfMemoryError("CUDA out of memory")))
         return Answer("failed: no such tile" if trial.kernel == "raises" and trial.shape.m == 64 else None)
 
     def close(self) -> None:

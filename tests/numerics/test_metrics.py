@@ -94,6 +94,20 @@ def test_shapes_that_differ_or_hold_nothing_are_refused():
         relative_rms(torch.ones(0, 3), torch.ones(0, 3))
 
 
+def test_a_single_number_has_an_error_and_a_vector_no_rows():
+    assert float(mere(torch.tensor(1.1), torch.tensor(1.0))) == pytest.approx(0.1, rel=1e-6)
+    assert float(mere_floored(torch.tensor(1.1), torch.tensor(1.0))) == pytest.approx(0.1, rel=1e-6)
+    for out, axis in ((torch.ones(3), 0), (torch.ones(3, 3), -1)):
+        with pytest.raises(InvalidInput, match="is of a matrix"):
+            mere_floored(out, out, axis=axis)
+
+
+@pytest.mark.parametrize("share", [flushed_share, misread_share, saturated_share, silenced_share])
+def test_the_cast_of_another_tensor_is_refused(share):
+    with pytest.raises(InvalidInput, match=r"\(12, 5\) and \(6, 5\)"):
+        share(torch.ones(12, 5), quantize(torch.ones(6, 5), Format.E4M3, Scaling.ROWWISE))
+
+
 def test_flushed_share_counts_nonzero_values_whose_code_is_zero():
     x = torch.tensor([[448.0, 2.0**-11, -(2.0**-12), 0.0, 2.0**-9]])  # e4m3's smallest is 2⁻⁹, and its half a tie to 0
     assert float(flushed_share(x, quantize(x, Format.E4M3, Scaling.TENSORWISE))) == pytest.approx(2 / 4)

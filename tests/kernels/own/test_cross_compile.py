@@ -264,7 +264,7 @@ def test_nothing_spills(name: str) -> None:
 
 
 def test_amaxes_of_one_tile_are_not_made_ready_for_a_second() -> None:
-    """A loop that loads ahead takes 64 KiB and three times the registers: 5 to 13 % of a tensorwise cast on an H200."""
+    """A loop that loads ahead takes 64 KiB and twice the registers and more: 3 to 17 % of a tensorwise cast on an H200."""
     one, several = compiled()["amaxes of one tile"], compiled()["amaxes"]
     assert one["shared_bytes"] <= 8 << 10 < several["shared_bytes"]
     assert one["registers"] < 0.6 * several["registers"]
