@@ -8,13 +8,16 @@ from torch.nn import functional as F
 
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role, TensorName
+from loka.core.recipe import Transform
 from loka.dispatch.planned import PlannedLinear
+from loka.kernels.casting import cast
 from loka.kernels.operand import Operand
-from loka.kernels.transforms import TransformVectors
+from loka.kernels.transforms import TransformVectors, center_shift
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_block import FusedBlock
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
+from loka.nn.fused_steps import cast_weight
 from loka.nn.linear import output_dtype
 from loka.nn.site import no_autocast
 
@@ -32,6 +35,7 @@ class Frozen(nn.Module):
         self.in_features, self.out_features = module.in_features, module.out_features
         self.register_parameter("weight", module._parameters.get("weight") if keep_weight else None)
         self.register_parameter("bias", module._parameters.get("bias"))
+        self.register_load_state_dict_post_hook(Frozen._recast_after_load)
 
     def extra_repr(self) -> str:
         dropped = "" if self.weight is not None else ", without its high-precision weight"
@@ -43,9 +47,22 @@ class Frozen(nn.Module):
         if input.ndim == 0 or input.shape[-1] != self.in_features:
             raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
 
-    def _hold(self, **buffers: Tensor | None) -> None:
-        for name, buffer in buffers.items():
+    def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
+        """What serving reads of a weight, by the names of the buffers that hold it."""
+        raise NotImplementedError
+
+    def _hold(self, weight_NK: Tensor) -> None:
+        for name, buffer in self._casts(weight_NK.detach()).items():
             self.register_buffer(name, buffer, persistent=False)
+
+    @torch.no_grad()
+    def _recast_after_load(self, incompatible_keys: Any) -> None:
+        """A checkpoint was loaded into the weight that was kept beside its codes. They are written where they lie."""
+        if self.weight is None:
+            return
+        for name, made in self._casts(self.weight.detach()).items():
+            if made is not None:
+                self.get_buffer(name).copy_(made)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Frozen":
         """Casts move with the module, but a change of dtype would take codes for values: they stay what they are."""
@@ -68,9 +85,16 @@ class FrozenLinear(Frozen):
         super().__init__(planned, keep_weight=keep_weight)
         self.executor, self.kernel, self.rows = planned.executor, planned.kernels.fprop, planned.rows
         self._form = self.executor.operand_forms(Role.FPROP)[1]
-        weight = planned._weight_operands()[self._form]
-        features_K, shift_N = planned._vectors() or (None, None)
-        self._hold(codes=weight.codes, scale=weight.scale, features=features_K, shift=shift_N)
+        self.register_buffer("features", planned._buffers["_transform_vector"], persistent=False)
+        self._hold(planned.weight)
+
+    def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
+        vectors = None if self.features is None else TransformVectors(self.features)
+        (operand,) = cast(TensorName.W, weight_NK, (self._form,), vectors)
+        shift_N = None
+        if self.features is not None and self.executor.transform is Transform.CENTER:
+            shift_N = center_shift(weight_NK, self.features)
+        return {"codes": operand.codes, "scale": operand.scale, "shift": shift_N}
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
@@ -102,8 +126,11 @@ class FrozenBlock(Frozen):
         self.followers: tuple[FrozenBlock, ...] = ()
         self._stored = block.weight.dtype
         self.why_reference = block.why_reference
-        held = block.tensors()
-        self._hold(codes=held.codes_NK, scale=held.scale_N)
+        self._hold(block.weight)
+
+    def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
+        held = cast_weight(weight_NK, transposed=False)
+        return {"codes": held.codes_NK, "scale": held.scale_N}
 
     def forward(self, input: Tensor) -> Tensor:
         if self.follows:

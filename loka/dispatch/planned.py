@@ -26,14 +26,15 @@ class PlannedLinear(LokaLinear):
         return F.linear(input, self.weight, self.bias)
 
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
+        # In front of the casts, as in a copy, which makes those anew: averages of models go through both buffer by buffer.
+        calls = torch.zeros((), dtype=torch.int64, device=self.weight.device)
+        self.register_buffer("high_precision_calls", calls, persistent=False)
         super()._bind(kernels, transform, vector)
         device, out = device_of(self.weight.device), format_of(self.weight.dtype)
         rows = row_limits(self.executor, self.in_features, self.out_features, out, device)
         if isinstance(rows, str):
             raise InvalidInput(rows)
         self.rows = rows
-        calls = torch.zeros((), dtype=torch.int64, device=self.weight.device)
-        self.register_buffer("high_precision_calls", calls, persistent=False)
 
 
 class PassThrough(nn.Identity):

@@ -21,6 +21,7 @@ from loka.nn.weight_casts import (
     holds_casts_of,
     keep_current,
     refresh_after_load,
+    refresh_if_written,
     rewrite_casts,
     state_without_casts,
     store_casts,
@@ -182,6 +183,9 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused that can be by itself."""
     require_input(x, blocks[0].weight)
+    for block in blocks:
+        if block.why_reference is None:
+            refresh_if_written(block)
     if spec is not None and x.numel() > 0 and _why_not_chained(blocks, entry) is None:
         return _run_fused(spec, blocks, x)
     x = x if entry is None else entry(x)

@@ -77,9 +77,9 @@ class Gradients(NamedTuple):
     bias_N: Tensor | None
 
 
-def cast_weight(weight_NK: Tensor) -> WeightCodes:
-    """Both forms of a weight that a block reads."""
-    return WeightCodes(*cast_by_rows(weight_NK))
+def cast_weight(weight_NK: Tensor, *, transposed: bool = True) -> WeightCodes:
+    """The forms of a weight that a block reads: in serving none that is ``transposed``, which is empty then."""
+    return WeightCodes(*cast_by_rows(weight_NK, transposed=transposed))
 
 
 def recasting_weight(weight_NK: Tensor, held: WeightCodes) -> Callable[[], None]:

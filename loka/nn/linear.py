@@ -17,6 +17,7 @@ from loka.nn.weight_casts import (
     holds_casts_of,
     keep_current,
     refresh_after_load,
+    refresh_if_written,
     rewrite_casts,
     state_without_casts,
     store_casts,
@@ -66,6 +67,7 @@ class LokaLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         require_input(input, self.weight)
+        refresh_if_written(self)
         x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
         y_MN = run_site(self.executor, x_MK, self.weight, self.bias, self._weight_operands(), out_dtype, self._vectors())
         return y_MN.reshape(*input.shape[:-1], self.out_features)

@@ -1,8 +1,9 @@
 """Keeping the 8-bit copies of weights current.
 
 A weight is cast once a step, not once a call. Its copies are refreshed after every optimizer step that moved it, after
-``load_state_dict``, after ``.to()``, and by ``refresh``. They cannot watch the weight: its version counter does not move
-under fused AdamW or ``.data`` writes, and cannot be read in a compiled graph.
+``load_state_dict``, after ``.to()``, and by ``refresh``. Eager calls also see by its version, and by where it lies, that
+somebody else has written it, as an average of weights is; but the version does not move under ``.data`` writes, and cannot be
+read in a compiled graph.
 """
 
 import weakref
@@ -23,6 +24,7 @@ class HoldsWeightCasts(Protocol):
 
 
 PREFIX = "_weight_"  # of the buffers that hold casts
+_CAST_OF = "_cast_of"  # the mark of the weight that was cast
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _hook_installed = False
 
@@ -56,6 +58,17 @@ def recast_after_step(model: nn.Module) -> None:
         holder.recast_after_step()
 
 
+def refresh_if_written(holder: Any) -> None:
+    """Cast the weight again if it is not the one that was cast; in eager calls, for compiled ones cannot tell."""
+    if not torch.compiler.is_compiling() and getattr(holder, _CAST_OF, None) != _mark_of(holder.weight):
+        holder.refresh_weight_casts()
+
+
+def _mark_of(weight: Tensor) -> tuple[int, int]:
+    """What is another where a weight was written, or another put in its place."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
 def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
     within = set(model.modules())
     return [holder for holder in list(_holders) if holder in within]
@@ -71,6 +84,7 @@ def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
             _rewrites.pop(module, None)  # it would keep alive what lay there before
         else:
             held.copy_(cast)
+    module.__dict__[_CAST_OF] = _mark_of(module.weight)  # pyrefly: ignore[bad-argument-type]
 
 
 def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
@@ -90,6 +104,7 @@ def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Calla
     if known is None or known.place != place:
         known = _rewrites[module] = _Rewrite(place, prepare())
     known.run()
+    module.__dict__[_CAST_OF] = _mark_of(weight)
 
 
 def stored_cast(module: nn.Module, name: str) -> Tensor:
