@@ -56,6 +56,7 @@ class BlockPlan(Struct, frozen=True):
     fp8_input: bool = False
     producer: str | None = None  # a site
     entry: str | None = None  # the norm in front of it, which the block runs too, into FP8
+    input_cast_us: float = 0.0  # a step; what ``fp8_input`` saves
 
     @property
     def absorbed(self) -> tuple[str, ...]:
@@ -179,7 +180,13 @@ class Plan:
         )
         wanted = {vector_name(site) for site in sites}
         vectors = {name: vector for name, vector in self.vectors.items() if name in wanted}
-        return Plan(msgspec.structs.replace(self.document, sites=sites), vectors)
+        plan = Plan(msgspec.structs.replace(self.document, sites=sites), vectors)
+        slower = {
+            now.site: f"{now.reason}, under {self.document.min_speedup:g}×"
+            for before, now in zip(self.sites, sites, strict=True)
+            if now.block and before.block and now.time_us > before.time_us and now.speedup < self.document.min_speedup
+        }
+        return plan.giving_back(slower) if slower else plan
 
     def save(self, run: str | Path) -> Path:
         """Write plan.json, and plan.safetensors where there are vectors, into the folder ``run``; returns the former."""
@@ -243,9 +250,13 @@ def vector_name(site: SitePlan) -> str | None:
 
 
 def _without_producer(site: SitePlan, gone: Mapping[str, str]) -> SitePlan:
+    """The site by itself: it casts its input, which the block in front did before."""
     if site.block is None or site.block.producer not in gone:
         return site
-    return msgspec.structs.replace(site, block=msgspec.structs.replace(site.block, fp8_input=False, producer=None))
+    block = msgspec.structs.replace(site.block, fp8_input=False, producer=None, input_cast_us=0.0)
+    alone = msgspec.structs.replace(site, block=block, time_us=site.time_us + site.block.input_cast_us)
+    reason = f"{alone.speedup:.3g}× the compiled high-precision block, without {site.block.producer} in front"
+    return msgspec.structs.replace(alone, reason=reason)
 
 
 def _what_is_wrong(plan: Plan) -> str | None:

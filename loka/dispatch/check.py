@@ -21,8 +21,9 @@ from loka.core.plan import Goal, Plan, SitePlan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
 from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
-from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways
+from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
+from loka.nn.graph import left_as_it_was as modules_left_as_they_were
 from loka.nn.weight_casts import recast_after_step
 
 # Of the loss, relatively. A model that trains by a plan pays up to twice what rounding costs one that did not (0.015 % by this
@@ -99,6 +100,9 @@ def check_plan(
         raise InvalidInput("there is nothing to check on: give at least one held-out batch")
     if repeats < 1:
         raise InvalidInput(f"repeats must be at least 1, got {repeats}")
+    for name, value in (("max_loss_change", max_loss_change), ("min_speedup", min_speedup)):
+        if value is not None and math.isnan(value):
+            raise InvalidInput(f"{name} must be a number, got {value}")
     is_training = plan.document.goal is Goal.TRAINING
     limit = MAX_LOSS_CHANGE[plan.document.goal] if max_loss_change is None else max_loss_change
     learned = _learned_by(model, loss, held_out) if is_training else frozenset()  # serving never asks for gradients
@@ -199,17 +203,19 @@ class _Trial:
                     high = self._gradients_of(batch)
                 yield planned, high
 
-        with left_as_it_was(self.model, self.learned):  # batch statistics, which the next round's loss reads
-            return gradient_change(pairs())
+        return gradient_change(pairs())
 
     def _gradients_of(self, batch: Any) -> Gradients:
-        """Copies, for a replayed CUDA graph writes the next gradients to where these lie."""
-        self.model.train()
-        with torch.random.fork_rng(), torch.enable_grad():
+        """Copies, for a replayed CUDA graph writes the next gradients to where these lie. What a pass changes in the model, as
+        it does batch statistics, the next one does not see."""
+        with left_as_it_was(self.model, self.learned), torch.enable_grad():
+            self.model.train()
             self.loss(self.model, batch).backward()
+            return self._named_gradients()
+
+    def _named_gradients(self) -> Gradients:
         names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(self.model).named_parameters()}
         gradients = {names.get(tensor) or _name_in_front(tensor): _values(tensor) for tensor in self.learned}
-        _drop_gradients(self.learned)
         return {name: values for name, values in gradients.items() if values is not None}
 
     def _speedup(self, applied: AppliedPlan) -> float:
@@ -283,7 +289,10 @@ def _learned_by(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> frozens
     with left_as_it_was(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         model.train()
         for batch in batches:
-            found |= _leaves_of(loss(model, batch).grad_fn)
+            value = scalar(loss(model, batch))
+            if value.grad_fn is None:
+                raise InvalidInput("loss(model, batch) has no gradient: it must not detach, or be computed under no_grad")
+            found |= _leaves_of(value.grad_fn)
     return frozenset(found)
 
 
@@ -326,22 +335,16 @@ def _drop_gradients(tensors: Iterable[Tensor]) -> None:
 
 @contextmanager
 def left_as_it_was(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Gradients, buffers, mode and torch's random numbers are behind the block what they were in front of it.
+    """Gradients, what modules hold (buffers, mode, attributes), and torch's random numbers are behind the block what they were
+    in front of it.
 
     ``learned`` has gradients beside the model's own parameters.
     """
-    modes = {module: module.training for module in model.modules()}
     gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *learned)}
-    buffers = {buffer: buffer.clone() for buffer in model.buffers()}
     _drop_gradients(gradients)
     try:
-        with torch.random.fork_rng():
+        with modules_left_as_they_were(model), torch.random.fork_rng():
             yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
-        for module, mode in modes.items():
-            module.training = mode

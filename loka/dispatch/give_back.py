@@ -1,7 +1,7 @@
 """Which sites ``check_plan`` gives back where the whole plan costs too much of the loss, or is too slow."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from loka.core.plan import SitePlan
 from loka.dispatch.loss_change import LossChange
@@ -22,11 +22,19 @@ def too_costly(sites: Sequence[SitePlan], alone: Mapping[str, LossChange], whole
     share = max(1.0, whole.harm / total) if total else math.inf
     if math.isinf(share):
         return (worst_first[0],)
-    kept, room = set(), limit
-    for site in sorted(sites, key=lambda site: costs[site.site] / max(_saved_by_forward_us(site), 1e-9)):
-        if share * costs[site.site] <= room:
-            kept.add(site.site)
-            room -= share * costs[site.site]
+    saved = {site.site: _saved_by_forward_us(site) for site in sites}
+
+    def filled(by: Callable[[str], float]) -> set[str]:
+        kept, room = set(), limit
+        for name in sorted(costs, key=by):
+            if share * costs[name] <= room:
+                kept.add(name)
+                room -= share * costs[name]
+        return kept
+
+    # What saves most for its cost first, or what saves most: one large site may be worth more than all that are cheap.
+    ways = filled(lambda name: costs[name] / max(saved[name], 1e-9)), filled(lambda name: -saved[name])
+    kept = max(ways, key=lambda names: sum(saved[name] for name in names))
     return tuple(name for name in worst_first if name not in kept) or (worst_first[0],)
 
 

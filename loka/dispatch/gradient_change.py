@@ -32,13 +32,16 @@ def gradient_change(pairs: Iterable[tuple[Gradients, Gradients]]) -> GradientCha
     sizes: dict[str, float] = defaultdict(float)
     for planned, high in pairs:
         for name, gradient in high.items():
-            size = float(gradient.float().square().sum())
+            exact = gradient.double()  # squares of small gradients leave FP32, and so do those of large ones
+            size = float(exact.square().sum())
             if not math.isfinite(size):
                 continue
             module = name.rpartition(".")[0]
             sizes[module] += size
-            errors[module] += float((planned[name].float() - gradient.float()).square().sum()) if name in planned else size
+            errors[module] += float((planned[name].double() - exact).square().sum()) if name in planned else size
     whole = sum(sizes.values())
-    off = {module: math.sqrt(errors[module] / size) for module, size in sizes.items() if size > NEGLIGIBLE**2 * whole}
-    changes = [GradientChange(math.inf if math.isnan(error) else error, module) for module, error in off.items()]
+    # However small a gradient is, one that is no number spoils the weight.
+    off = {module: math.inf for module, error in errors.items() if not math.isfinite(error)}
+    off |= {m: math.sqrt(errors[m] / size) for m, size in sizes.items() if size > NEGLIGIBLE**2 * whole and m not in off}
+    changes = [GradientChange(error, module) for module, error in off.items()]
     return max(changes, default=GradientChange(0.0, ""))

@@ -192,8 +192,14 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
                 return
             picked = _pick(x_MK, rows, generator)
             seen[site] = now = _Seen(x_MK[picked].float())
+
+            def see_gradient(dy: Tensor) -> None:
+                dy_MN = dy.detach().reshape(-1, dy.shape[-1])
+                among = picked if len(picked) == len(dy_MN) else torch.cat([picked, _largest(dy_MN)])
+                now.x_RK, now.dy_RN = x_MK[among].float(), dy_MN[among].float()
+
             if output.requires_grad:
-                output.register_hook(lambda dy: setattr(now, "dy_RN", dy.detach().reshape(-1, dy.shape[-1])[picked].float()))
+                output.register_hook(see_gradient)
 
         return sites[site].module.register_forward_hook(hook, with_kwargs=True)
 
@@ -206,10 +212,14 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
 
 
 def _pick(x_MK: Tensor, rows: int, generator: torch.Generator) -> Tensor:
-    """Rows by lot, for even distances may fall in step with the axes that M was made of; and the one with the largest value, on
-    which a tensor's scale hangs. Chosen on the device."""
+    """Rows by lot, for even distances may fall in step with the axes that M was made of; and the one with the largest value.
+    Chosen on the device."""
     if x_MK.shape[0] <= rows:
         return torch.arange(x_MK.shape[0], device=x_MK.device)
-    largest = x_MK.abs().amax(1).argmax()
     lot = torch.randint(x_MK.shape[0], (rows,), device=x_MK.device, generator=generator)
-    return torch.cat([lot, largest[None]])
+    return torch.cat([lot, _largest(x_MK)])
+
+
+def _largest(values_MD: Tensor) -> Tensor:
+    """The index of the row with the largest value, on which the scale of a whole tensor hangs."""
+    return values_MD.abs().amax(1).argmax()[None]

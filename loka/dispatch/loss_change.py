@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from loka.core.errors import InvalidInput
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
+from loka.nn.graph import left_as_it_was
 from loka.nn.linear import input_of
 from loka.numerics.confidence import estimate_mean
 
@@ -42,17 +43,30 @@ class LossChange:
     @property
     def harm(self) -> float:
         """What a limit is held against: the price of rounding, or more where the loss has surely risen by more."""
-        return math.inf if math.isnan(self.whole + self.rounding) else max(self.surely, self.rounding)
+        return max(self.surely, self.rounding) if math.isfinite(self.whole + self.rounding) else math.inf
 
     def __str__(self) -> str:
         return f"{self.rounding:.3%} of the loss ({self.whole:+.3%} on these batches)"
 
 
 def losses(model: nn.Module, batches: Sequence[Any], loss: Loss) -> list[float]:
-    """By batch, in eval mode. Eager, for these passes are few and every plan would compile anew."""
-    model.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        return [float(loss(model, batch)) for batch in batches]
+    """By batch, in eval mode, each from the state the model is in. Eager, for these passes are few and every plan would compile
+    anew."""
+    return [_loss_of(model, batch, loss) for batch in batches]
+
+
+def _loss_of(model: nn.Module, batch: Any, loss: Loss) -> float:
+    with left_as_it_was(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        model.eval()
+        return float(scalar(loss(model, batch)))
+
+
+def scalar(value: object) -> Tensor:
+    """What ``loss`` gave, if it is what it must be."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        what = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InvalidInput(f"loss(model, batch) must be a tensor with one number, the mean over the batch; got {what}")
+    return value
 
 
 def losses_both_ways(

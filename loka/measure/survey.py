@@ -77,7 +77,7 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
         names = [name for name in KERNELS.names() if name not in wider]
         names = [name for name in names if device.type == "cpu" or not name.startswith("reference.")]
     else:
-        names = [KERNELS.get(name).name for name in kernels]
+        names = [KERNELS.get(name).name for name in ([kernels] if isinstance(kernels, str) else kernels)]
     return tuple(dict.fromkeys((baseline, *names)))
 
 
@@ -201,7 +201,8 @@ def _vectors(record: Record, document: SurveyDocument) -> dict[str, torch.Tensor
 
 def _line(site: SiteSurvey) -> str:
     """The site's best 8-bit kernel in fprop, for the eye that watches."""
-    able = [c for c in site.candidates if c.role is Role.FPROP and c.error and c.kernel != site.baseline]
+    fprop = [c for c in site.candidates if c.role is Role.FPROP and c.error]
+    able = [c for c in fprop if Option(c.kernel, c.role).is_8bit]
     if not able:
         return f"{site.site}: {site.notes[-1] if site.notes else 'no kernel is able'}"
     best = min(able, key=lambda candidate: candidate.error[GATE].mean)

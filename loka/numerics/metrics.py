@@ -32,19 +32,24 @@ def mere(out: Tensor, ref: Tensor) -> Tensor:
 
 
 def mere_floored(out: Tensor, ref: Tensor, *, axis: int | None = None) -> Tensor:
-    """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), the rms along ``axis``: 1 for each row, 0 for each column, or of all."""
+    """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), the rms along ``axis``: 1 for each row, 0 for each column, or of all.
+
+    A row or column that is 0, and is given as 0, does not count: masked examples would hide what becomes of the others.
+    """
     if axis is None:
         rms = (torch.stack([ref.square().sum() for _, ref in _slices(out, ref)]).sum() / ref.numel()).sqrt()
-        slices = ((out, ref, rms) for out, ref in _slices(out, ref))
-    elif axis not in (0, 1) or out.ndim != 2:
+        return _mean_ratio(((out - ref).abs(), torch.maximum(ref.abs(), FLOOR * rms)) for out, ref in _slices(out, ref))
+    if axis not in (0, 1) or out.ndim != 2:
         raise InvalidInput(
             f"an rms of each row (axis 1) or column (axis 0) is of a matrix, got axis {axis} of {tuple(out.shape)}"
         )
-    else:  # cut across the axis, so that each slice has its rms in itself
-        slices = (
-            (out, ref, ref.square().mean(dim=axis, keepdim=True).sqrt()) for out, ref in _slices(out, ref, along=1 - axis)
-        )
-    return _mean_ratio(((out - ref).abs(), torch.maximum(ref.abs(), FLOOR * rms)) for out, ref, rms in slices)
+    sums = []
+    for out_part, ref_part in _slices(out, ref, along=1 - axis):  # cut across the axis: each slice has its rms in itself
+        error, rms = (out_part - ref_part).abs(), ref_part.square().mean(dim=axis, keepdim=True).sqrt()
+        lines = ((rms != 0) | (error != 0).any(dim=axis, keepdim=True)).sum(dtype=torch.float64)
+        sums.append(torch.stack([_ratio(error, torch.maximum(ref_part.abs(), FLOOR * rms)).sum(), lines]))
+    total, lines = torch.stack(sums).sum(0)
+    return total / (lines.clamp(min=1) * out.shape[axis])
 
 
 def relative_rms(out: Tensor, ref: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ nearest measured one above it does. One that the baseline was timed at and a ker
 the site runs, and costs, as in high precision.
 """
 
+import math
 import statistics
 from collections.abc import Iterable
 from functools import cached_property
@@ -27,6 +28,11 @@ def rows_by_measured(calls: Times, measured: Iterable[int]) -> dict[int, float]:
         stand_in = next((candidate for candidate in ordered if candidate >= m), ordered[-1])
         weights[stand_in] = weights.get(stand_in, 0.0) + count
     return weights
+
+
+def times_as_fast(baseline_us: float, time_us: float) -> float:
+    """A small block's time without its cast may come out as 0."""
+    return baseline_us / time_us if time_us else math.inf
 
 
 class SiteCosts:
@@ -118,6 +124,8 @@ class SiteCosts:
         if any(times is None for times in singles):
             return None
         known = [times for times in singles if times is not None]
+        if tensor is TensorName.W:  # M says nothing about a weight, and one form may have been timed at other M than another
+            return {0: sum(statistics.median(times.values()) for times in known if times)}
         shared = set.intersection(*(set(times) for times in known))
         return {m: sum(times[m] for times in known) for m in shared}
 

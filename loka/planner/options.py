@@ -146,7 +146,7 @@ def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], 
 def _roles_of(block: BlockCandidate, goal: Goal) -> tuple[Role, ...]:
     """Those whose errors count: in training all, but for a gradient that nobody asks for; one of them is asked for."""
     asked = tuple(role for role in ROLES[goal] if role in block.error)
-    return asked if goal is Goal.SERVING or len(asked) > 1 else ROLES[goal]
+    return asked if len(asked) > 1 else ROLES[goal]
 
 
 def _block_options(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> list[BlockOption]:

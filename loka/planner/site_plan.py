@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, FinerForward, Refusal, SitePlan
-from loka.planner.costs import ROLES, SiteCosts
+from loka.planner.costs import ROLES, SiteCosts, times_as_fast
 from loka.planner.limits import METRIC, Limits
 from loka.planner.options import BlockOption, SiteOption
 from loka.planner.study import Study, finer_forwards
@@ -24,7 +24,7 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
         choices = {role: Choice(site.baseline, stays) for role in ROLES[limits.goal]}
         return SitePlan(site.site, site.k, site.n, choices, study.baseline_us, study.baseline_us, stays, refused=refused)
     choices = {role: _choice(costs, option, role, limits) for role in ROLES[limits.goal]}
-    reason = f"{costs.baseline_us / option.time_us:.3g}× {site.baseline}, casts included"
+    reason = f"{times_as_fast(costs.baseline_us, option.time_us):.3g}× {site.baseline}, casts included"
     return SitePlan(
         site=site.site,
         k=site.k,
@@ -68,7 +68,7 @@ def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) ->
 def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits) -> SitePlan:
     site, block = study.site, option.block
     time_us = option.step_us(fp8_input)
-    reason = f"{option.baseline_us / time_us:.3g}× the compiled high-precision block"
+    reason = f"{times_as_fast(option.baseline_us, time_us):.3g}× the compiled high-precision block"
     if fp8_input:
         reason += ", input in FP8"
     elif option.entry:
@@ -98,7 +98,13 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
         time_us=time_us,
         reason=reason,
         block=BlockPlan(
-            block.kernel, block.norm, block.activation, fp8_input, site.producer if fp8_input else None, option.entry
+            block.kernel,
+            block.norm,
+            block.activation,
+            fp8_input,
+            producer=site.producer if fp8_input else None,
+            entry=option.entry,
+            input_cast_us=option.step_us(False) - time_us,
         ),
         refused=(*study.refused, *also, *others),
         finer=_finer(study, choices[Role.FPROP], limits),

@@ -7,7 +7,7 @@ from loka.core.gemm import Role
 from loka.core.plan import Goal, Refusal
 from loka.core.recipe import Transform
 from loka.core.survey import Candidate, SiteSurvey
-from loka.planner.costs import ROLES, SiteCosts
+from loka.planner.costs import ROLES, SiteCosts, times_as_fast
 from loka.planner.limits import METRIC, Limits
 from loka.planner.options import (
     BlockOption,
@@ -102,7 +102,7 @@ def _why_stay(costs: SiteCosts, option: SiteOption, limits: Limits) -> str | Non
     if costs.baseline_us >= limits.min_speedup * option.time_us:
         return None
     names = ", ".join(f"{role} {candidate.kernel}" for role, candidate in option.kernels.items())
-    speedup = costs.baseline_us / option.time_us
+    speedup = times_as_fast(costs.baseline_us, option.time_us)
     return f"the fastest that is accurate enough ({names}) is {speedup:.3g}× high precision, under {limits.min_speedup:g}×"
 
 

@@ -143,3 +143,19 @@ def test_without_gradients_x_alone_is_drawn_and_the_same_seed_gives_the_same() -
     assert x_MK.shape == (100, K)
     assert dy_MN is None
     assert torch.equal(x_MK, sampler.draw(100, torch.Generator().manual_seed(3))[0])
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.5, 0.9])
+def test_masked_examples_are_drawn_as_often_as_they_were_and_the_others_whole(masked: float) -> None:
+    """Their gradient is 0, which is said once: drawn for e and for u apart, half of the rest would be lost too."""
+
+    def planted(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x_MK, error_M1 = normal(generator, ROWS, K), normal(generator, ROWS, 1)
+        dy_MN = error_M1 * (1 + 0.3 * normal(generator, ROWS, N))
+        return x_MK, dy_MN * (torch.rand((ROWS, 1), generator=generator) >= masked)
+
+    _, dy_MN = drawn(sampler_of(planted), 20_000)
+    assert (dy_MN == 0).all(1).double().mean() == pytest.approx(masked, abs=0.05)
+    assert dy_MN.square().mean() == pytest.approx(1.09 * (1 - masked), rel=0.15)
+    live_MN = dy_MN[dy_MN.any(1)]
+    assert (live_MN == 0).double().mean() < 0.02

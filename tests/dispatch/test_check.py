@@ -1,5 +1,6 @@
 """The joint check: sites planted to hurt, or to be slow, are given back; the model is left as it was."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -311,6 +312,43 @@ def test_the_model_is_left_as_it_was() -> None:
     assert type(model[0]) is nn.Linear
 
 
+class Counting(nn.Module):
+    """Keeps what every pass changes: a buffer that is assigned, and plain attributes. What it computes hangs on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.upper = nn.Linear(24, 32), nn.Linear(32, 1)
+        self.register_buffer("mean", torch.zeros(32))
+        self.passes, self.log = 0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lower(x)
+        self.mean = 0.5 * self.mean + 0.5 * h.detach().mean(0)
+        self.passes += 1
+        self.log.append(self.passes)
+        return self.upper((h - self.mean).relu() * 0.9**self.passes)
+
+
+def test_every_pass_begins_where_the_model_was() -> None:
+    """In two states even the plan without a site would have another loss than high precision, and healthy sites go."""
+    torch.manual_seed(0)
+    model = Counting()
+    mean = model.mean
+    plan = plan_for(model, {"lower": ROWWISE, "upper": ROWWISE})
+    checked = loka.check_plan(
+        model, plan, BATCHES, loss=lambda m, x: (m(x) - 1).square().mean(), max_loss_change=0.05, min_speedup=0, repeats=1
+    )
+    assert (checked.given_back, len(checked.rounds)) == ((), 1)
+    assert checked.rounds[0].gradients is not None
+    assert checked.rounds[0].gradients.error < 0.2
+    none = plan.giving_back({"lower": "", "upper": ""})
+    exact = loka.check_plan(model, none, BATCHES, loss=lambda m, x: (m(x) - 1).square().mean(), repeats=1)
+    assert (exact.rounds[0].change.whole, exact.rounds[0].change.rounding) == (0.0, 0.0)
+    assert (model.passes, model.log) == (0, [])
+    assert model.mean is mean
+    assert not mean.any()
+
+
 def test_mistakes_get_a_message() -> None:
     model = tower()
     plan = plan_for(model, {"bottom": ROWWISE})
@@ -320,7 +358,15 @@ def test_mistakes_get_a_message() -> None:
         check(plan, repeats=0)
     for value in (0.0, float("nan")):
         with pytest.raises(InvalidInput, match=f"the loss in high precision is {value} on these batches"):
-            loka.check_plan(model, plan, BATCHES, loss=lambda m, x, value=value: torch.full((), value))
+            loka.check_plan(model, plan, BATCHES, loss=lambda m, x, value=value: 0 * m(x).sum() + value)
+    for name in ("max_loss_change", "min_speedup"):
+        with pytest.raises(InvalidInput, match=f"{name} must be a number, got nan"):
+            check(plan, **{name: math.nan})
+    for loss, got in ((lambda m, x: 0.5, "a float"), (lambda m, x: m(x), r"a tensor of \(")):
+        with pytest.raises(InvalidInput, match=f"must be a tensor with one number, the mean over the batch; got {got}"):
+            loka.check_plan(model, plan, BATCHES, loss=loss)
+    with pytest.raises(InvalidInput, match="has no gradient: it must not detach"):
+        loka.check_plan(model, plan, BATCHES, loss=lambda m, x: m(x).detach().mean())
     assert applied_to(model) is None
     loka.apply_plan(model, plan)
     with pytest.raises(InvalidInput, match=r"applies the plan itself: loka.restore\(model\) first"):

@@ -197,3 +197,29 @@ def test_it_is_for_serving_and_for_good() -> None:
         model(batch(24).reshape(48, 12))
     with pytest.raises(InvalidInput, match="no plan is applied"):
         loka.restore(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_frozen_model_runs_by_the_weights_it_has(when: str) -> None:
+    """Written before by whoever says nothing of it, or loaded into the weights that were kept beside their casts."""
+    model, other = tower(), tower(seed=5)
+    plan = plan_for(model, MIXED)
+    loka.apply_plan(model, plan)
+    if when == "before":
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data.copy_(value)
+    loka.freeze(model, drop_high_precision=when == "before")
+    if when == "after":
+        model.load_state_dict(other.state_dict())
+    loka.apply_plan(other, plan)
+    loka.freeze(other)
+    assert torch.equal(model(batch(17)), other(batch(17)))
+
+
+def test_a_planned_copy_has_its_buffers_in_the_same_order() -> None:
+    """Averages of models go through those of both at once."""
+    model = tower()
+    loka.apply_plan(model, plan_for(model, MIXED))
+    names = [[name for name, _ in one.named_buffers()] for one in (model, copy.deepcopy(model))]
+    assert names[0] == names[1]

@@ -73,3 +73,9 @@ def test_some_go_and_the_rest_is_within_the_limit(sites: list[tuple[float, float
     kept = sum(costs[name] for name in costs if name not in gone)
     if len(gone) > 1:
         assert max(1.0, whole / sum(costs.values())) * kept <= limit * (1 + 1e-9)
+
+
+def test_one_large_site_may_be_worth_more_than_all_that_are_cheap() -> None:
+    sites = [site("large", 40.0), site("cheap", 2.0), site("cheaper", 1.0)]
+    alone = {"large": cost(5e-5), "cheap": cost(2e-6), "cheaper": cost(5e-7)}  # by what they save for it, the cheap ones first
+    assert too_costly(sites, alone, cost(5.25e-5), limit=5e-5) == ("cheap", "cheaper")

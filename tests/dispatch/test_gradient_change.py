@@ -45,3 +45,16 @@ def test_what_learns_nothing_counts_for_nothing() -> None:
 def test_a_bias_whose_gradient_is_rounding_alone_is_judged_with_its_weight() -> None:
     high = {**HIGH, "a.bias": torch.tensor([1e-2])}
     assert gradient_change([({**high, "a.bias": torch.tensor([-1e-2])}, high)]).error < 0.01
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("exact", [0.0, 1e-9])
+def test_what_is_no_number_spoils_a_weight_however_little_it_learns(wrong: float, exact: float) -> None:
+    high = {**HIGH, "dead.weight": torch.tensor([exact])}
+    assert gradient_change([({**high, "dead.weight": torch.tensor([wrong])}, high)]) == GradientChange(math.inf, "dead")
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e22])
+def test_gradients_whose_squares_leave_fp32_are_judged(size: float) -> None:
+    high = {"a.weight": torch.tensor([size, 2 * size])}
+    assert gradient_change([({"a.weight": torch.zeros(2)}, high)]).error == pytest.approx(1.0)

@@ -5,9 +5,16 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
+from emulated_block import emulate
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
+from loka.kernels.executor import SiteKernels
+from loka.nn.block_norm import BlockNorm
+from loka.nn.fused_block import FusedBlock
+from loka.nn.linear import LokaLinear
 from loka.nn.weight_casts import drop_casts, rewrite_casts, store_casts
 
 
@@ -51,3 +58,75 @@ def test_a_weight_that_moved_on_is_let_go() -> None:
         leave(module)
         gc.collect()
         assert old() is None
+
+
+def _foreach(module: nn.Module, weight: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_([module.weight], [weight])  # type: ignore[list-item]
+
+
+def _in_place(module: nn.Module, weight: Tensor) -> None:
+    nn.init.zeros_(module.weight)  # type: ignore[arg-type]
+    with torch.no_grad():
+        module.weight.lerp_(weight, 1.0)  # type: ignore[operator]
+
+
+def _data(module: nn.Module, weight: Tensor) -> None:
+    module.weight.data = weight.clone()  # type: ignore[union-attr]
+
+
+def _parameter(module: nn.Module, weight: Tensor) -> None:
+    module.weight = nn.Parameter(weight.clone())
+
+
+WRITES = [_in_place, _foreach, _data, _parameter]
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_weight_that_somebody_else_has_written_is_cast_again(
+    write: Callable[[nn.Module, Tensor], None], is_inference: bool
+) -> None:
+    """An average of weights, a first value given late, LBFGS within its step: no optimizer says so."""
+    weight, x = torch.randn(48, 32), torch.randn(10, 32)
+    layer = LokaLinear(32, 48, kernels=SiteKernels.same("reference.rowwise"))
+    layer(x)
+    write(layer, weight)
+    fresh = LokaLinear(32, 48, kernels=SiteKernels.same("reference.rowwise"))
+    fresh.load_state_dict(layer.state_dict())
+    with torch.inference_mode(is_inference):
+        assert torch.equal(layer(x), fresh(x))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_so_is_that_of_a_block(write: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    weight, x = torch.randn(48, 32, dtype=torch.bfloat16), torch.randn(10, 32, dtype=torch.bfloat16)
+    first = torch.randn(48, 32, dtype=torch.bfloat16)
+    block = FusedBlock(nn.Parameter(first), None, BlockNorm(48), None)
+    assert block.why_reference is None
+    block(x)
+    write(block, weight)
+    assert torch.equal(block(x), FusedBlock(nn.Parameter(weight), None, BlockNorm(48), None)(x))
+
+
+def test_an_average_of_models_is_run_by_its_own_weights() -> None:
+    model = nn.Sequential(LokaLinear(32, 48, kernels=SiteKernels.same("reference.rowwise")))
+    averaged = AveragedModel(model)
+    for _ in range(2):
+        _in_place(model[0], torch.randn(48, 32))
+        averaged.update_parameters(model)
+    fresh = LokaLinear(32, 48, kernels=SiteKernels.same("reference.rowwise"))
+    fresh.load_state_dict(averaged.module[0].state_dict())
+    x = torch.randn(10, 32)
+    assert torch.equal(averaged(x), fresh(x))
+    assert not torch.equal(averaged(x), model(x))
+
+
+def test_weights_of_a_functional_call_are_those_that_run() -> None:
+    layer = LokaLinear(32, 48, bias=False, kernels=SiteKernels.same("reference.rowwise"))
+    x, weight = torch.randn(10, 32), torch.randn(48, 32)
+    own = layer(x)
+    given = torch.func.functional_call(layer, {"weight": weight}, (x,))
+    assert (given - x @ weight.t()).norm() < 0.1 * given.norm()
+    assert torch.equal(layer(x), own)

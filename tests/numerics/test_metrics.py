@@ -252,3 +252,16 @@ def test_an_output_with_nan_is_never_tight():
 def test_unknown_metrics_are_named():
     with pytest.raises(InvalidInput, match="'rms'; known: mere, mere_floored, relative_rms, sqnr_db"):
         ErrorSamples().estimate("rms")
+
+
+@pytest.mark.parametrize(("role", "axis"), [(Role.DGRAD, 1), (Role.WGRAD, 0)])
+def test_examples_that_are_masked_do_not_hide_what_becomes_of_the_others(role, axis):
+    """A gradient that is lost whole has an error of 1, however many rows of zeros, which are right, lie beside it."""
+    ref = torch.zeros(20, 20)
+    ref[3] = 1.0
+    ref = ref if axis == 1 else ref.t()
+    assert measure_error(torch.zeros(20, 20), ref, role).mere_floored == pytest.approx(1.0)
+    assert measure_error(0.9 * ref, ref, role).mere_floored == pytest.approx(0.1)
+    assert measure_error(ref, ref, role).mere_floored == 0
+    assert measure_error(0 * ref, 0 * ref, role).mere_floored == 0
+    assert measure_error(torch.eye(20), ref, role).mere_floored == math.inf  # where the reference is 0, it is not

@@ -247,3 +247,24 @@ def test_a_block_whose_forward_is_given_back_is_none_and_the_one_behind_it_casts
     fast_block = block(60.0, 165.0, epilogue_training_us={M: 50.0})
     (slow,) = loka.make_plan(survey(site("a", (fprop, wgrad, own), blocks=(fast_block,)))).sites
     assert slow.finer == (), "beside what compiled blocks take, it is no gain"
+
+
+def test_a_block_that_loses_the_one_in_front_pays_for_its_cast_again_and_goes_where_that_is_too_much() -> None:
+    """It takes 110 of 200 µs with FP8 handed to it, and its cast 60, or 100."""
+    for cast, stays in ((60.0, True), (100.0, False)):
+        first, second = one("a", 100.0, block(40.0, 100.0)), one("b", 200.0, block(110.0, 200.0, cast), producer="a")
+        plan = loka.make_plan(survey(first, second))
+        before = plan.sites[1]
+        assert before.block is not None
+        assert (before.time_us, before.block.fp8_input) == (110.0, True)
+        behind = plan.giving_back({"a": "gone"}).sites[1]
+        assert behind.is_low_precision is stays
+        assert behind.time_us == (110.0 + cast if stays else 200.0)
+        assert "without a in front" in behind.reason
+
+
+def test_a_block_that_takes_no_time_is_no_accident() -> None:
+    """A small one's time without its cast may come out as 0."""
+    (plan,) = loka.make_plan(survey(one("a", 100.0, block(0.0, 100.0)))).sites
+    assert plan.block is not None
+    assert "inf×" in plan.reason
