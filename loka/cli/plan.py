@@ -44,7 +44,8 @@ def plan(
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {_total(made)}")
-    out.print(f"Next: loka report {run}, or loka train --plan {path}   (why not another kernel: the same with --site NAME)")
+    out.print(f"Next: loka report {run}, or in your code loka.apply_plan(model, loka.Plan.load({str(run)!r}))")
+    out.print(f"For LoKA's own models: loka train --model MODEL --plan {path}   (why not another kernel: --site NAME)")
 
 
 def _table(made: "Plan") -> Table:

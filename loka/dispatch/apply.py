@@ -16,8 +16,20 @@ from loka.dispatch.differences import (
     refuse_sharded,
 )
 from loka.dispatch.fast_path import passed_by
-from loka.dispatch.swap import AppliedPlan, Swap, applied_to, forget, put_back, put_in, remember, required_applied, unwrapped
+from loka.dispatch.swap import (
+    AppliedPlan,
+    Swap,
+    applied_to,
+    forget,
+    put_back,
+    put_in,
+    refuse_frozen,
+    remember,
+    required_applied,
+    unwrapped,
+)
 from loka.nn.fused_block import FusedBlock
+from loka.nn.held import refuse_held_in_lists
 
 OnMissing = Literal["error", "high_precision"]
 
@@ -35,6 +47,7 @@ def apply_plan(
     if on_missing not in ("error", "high_precision"):
         raise InvalidInput(f"on_missing must be 'error' or 'high_precision', got {on_missing!r}")
     model = unwrapped(model)
+    refuse_frozen(model)
     if applied_to(model) is not None:
         raise InvalidInput("a plan is applied to this model already: loka.restore(model) first, then apply the other")
     refuse_sharded(model)
@@ -47,7 +60,9 @@ def apply_plan(
         )
     runs, swaps, fell_back = _bind(model, plan, on_missing, example)
     applied = AppliedPlan(runs, fell_back, tuple(differences), swaps)
-    put_in(model, [swap for of_site in swaps.values() for swap in of_site])
+    every = [swap for of_site in swaps.values() for swap in of_site]
+    refuse_held_in_lists(model, [swap.original for swap in every])
+    put_in(model, every)
     remember(model, applied)
     return applied
 
@@ -67,7 +82,7 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     chain = [name for name in _chain_of(applied.plan, site) if name in applied.swaps]
     put_back(model, [swap for name in chain for swap in applied.swaps.pop(name)])
     applied.plan = applied.plan.giving_back({site: reason})
-    again = {planned.site: planned for planned in applied.plan.sites if planned.site in chain and planned.site != site}
+    again = {planned.site: planned for planned in applied.plan.sites if planned.site in chain and planned.block is not None}
     swaps = {name: bind_block(model, linear_sites(model)[name], planned) for name, planned in again.items()}
     bound = {name: of_site for name, of_site in swaps.items() if not isinstance(of_site, str)}
     assert len(bound) == len(swaps)  # each of them ran until now
@@ -108,6 +123,9 @@ def _bind(
             f'sites, name them in make_plan(…, keep=…); or pass on_missing="high_precision" to run them in high precision'
         )
     runs = plan.giving_back(missing) if missing else plan
+    # What stood behind one of them may be worth nothing by itself.
+    missing |= {site.site: site.reason for site in runs.sites if site.site in swaps and not site.is_low_precision}
+    swaps = {site: of_site for site, of_site in swaps.items() if site not in missing}
     _link(runs, swaps)
     return runs, swaps, missing
 

@@ -47,7 +47,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
         else:
             frozen[planned] = FrozenLinear(planned, keep_weight=keep_weight)
     put_in(model, [Swap(planned, current) for planned, current in frozen.items()])
-    forget(model)
+    forget(model, frozen=True)
     model.eval().requires_grad_(False)
     return FreezeReport(tuple(site for site, planned in modules.items() if planned in frozen), bytes_before, _bytes(model))
 

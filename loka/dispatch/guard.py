@@ -124,8 +124,10 @@ class Guard:
         logger.warning("%s", event)
 
     def _follow_swaps(self) -> None:
-        """A block of the same chain was bound anew: watch the module that stands there now."""
+        """A block of the same chain was bound anew, or went with the one in front: watch the module that stands there now."""
         applied = required_applied(self._model)
+        for site in [site for site in self._sites if site not in applied.swaps]:
+            del self._sites[site]
         for site, watched in self._sites.items():
             watched.module = applied.module(site)
 

@@ -10,7 +10,7 @@ from loka.core.plan import Plan
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
 
-_REMEMBERED = "_loka_applied"
+_REMEMBERED, _FROZEN = "_loka_applied", "_loka_frozen"
 
 
 @dataclass
@@ -76,9 +76,15 @@ def applied_to(model: nn.Module) -> AppliedPlan | None:
 
 def required_applied(model: nn.Module) -> AppliedPlan:
     applied = applied_to(model)
-    if applied is None:
-        raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
-    return applied
+    if applied is not None:
+        return applied
+    refuse_frozen(model)
+    raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    if unwrapped(model).__dict__.get(_FROZEN):
+        raise InvalidInput("this model was frozen for serving, for good: load your checkpoint into one that was not")
 
 
 def remember(model: nn.Module, applied: AppliedPlan) -> None:
@@ -86,8 +92,10 @@ def remember(model: nn.Module, applied: AppliedPlan) -> None:
     _keep_casts_out_of_ddp(model, applied)
 
 
-def forget(model: nn.Module) -> None:
+def forget(model: nn.Module, *, frozen: bool = False) -> None:
     model.__dict__.pop(_REMEMBERED, None)
+    if frozen:
+        model.__dict__[_FROZEN] = True
 
 
 def put_in(model: nn.Module, swaps: Iterable[Swap]) -> None:

@@ -16,6 +16,7 @@ from loka.mods.report import Change, LeftAlone, ModReport
 from loka.mods.trained import evidence_of_training
 from loka.nn.blocks import FoundBlocks, find_blocks
 from loka.nn.graph import is_from_torch
+from loka.nn.held import refuse_held_in_lists
 
 
 def apply_mods(
@@ -62,6 +63,7 @@ def apply_mods(
             f"the model looks trained: {trained}. Mods change what it computes, so its weights would no longer fit. Apply them "
             f"before training, or pass retrain=True if it will be trained again or these are only your own initial values"
         )
+    refuse_held_in_lists(model, [step.place.module for step in steps if step.mod.replaces])
     parameters = list(model.parameters())
     _make(model, steps)
     if optimizer is not None:

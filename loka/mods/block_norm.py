@@ -14,6 +14,7 @@ class BlockNorms:
 
     default = True
     order = 1
+    replaces = True
     functions = frozenset({"layer_norm", "rms_norm"})
 
     def concerns(self, place: Place) -> bool:

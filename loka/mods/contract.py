@@ -30,6 +30,7 @@ class Mod(Protocol):
 
     default: bool  # made unless others are asked for by name
     order: int  # of several Mods on one module the lowest goes first
+    replaces: bool  # puts another module in its place, and does not change that one
     functions: frozenset[str]  # function calls it would change if they were modules
 
     def concerns(self, place: Place) -> bool: ...

@@ -11,6 +11,7 @@ class HardSwish:
 
     default = True
     order = 1
+    replaces = True
     functions = frozenset({"silu"})
 
     def concerns(self, place: Place) -> bool:

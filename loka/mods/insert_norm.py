@@ -22,6 +22,7 @@ class InsertNorm:
 
     default = False  # it changes the model more than the others
     order = 3  # around what the others put there
+    replaces = True
     functions = frozenset[str]()
 
     def concerns(self, place: Place) -> bool:

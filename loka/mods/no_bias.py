@@ -16,6 +16,7 @@ class NoBias:
 
     default = True
     order = 2  # behind block_norm, which takes whole norms away
+    replaces = False
     functions = frozenset[str]()
 
     def concerns(self, place: Place) -> bool:

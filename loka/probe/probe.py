@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from loka.core.environment import current_environment
 from loka.core.errors import InvalidInput
@@ -69,8 +70,8 @@ class Probe:
         self._sites = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
         if not self._sites:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
-        for site in self._sites.values():
-            format_of(weight_of(site).dtype)  # refuses float64, before a run is spent on it
+        for name, site in self._sites.items():  # what could not be measured, before a run is spent on it
+            _require_measurable(name, site)
         self._device = self._one_device()
         self._rows = rows
         self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
@@ -207,6 +208,15 @@ def _all_finite(seen: Watch) -> bool:
 def _writer() -> ThreadPoolExecutor:
     """One thread: of two saves the newer one stays."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
+
+
+def _require_measurable(name: str, site: nn.Linear) -> None:
+    if isinstance(site._parameters.get("weight"), UninitializedParameter):
+        raise InvalidInput(f"{name} has no shape yet: run the model once on a batch, then probe it")
+    dtype = weight_of(site).dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        told = str(dtype).removeprefix("torch.")
+        raise InvalidInput(f"{name} is {told}, for which there is no baseline to compare with: use float32 or bfloat16")
 
 
 def _with_findings(record: Record) -> Record:

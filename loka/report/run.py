@@ -25,7 +25,7 @@ PARTS = {
     "survey": ("survey.json", "loka measure {run}"),
     "plan": ("plan.json", "loka plan {run}"),
     "comparison": ("comparison.json", "loka demo -o {run}"),
-    "training": ("metrics.jsonl", "loka train --model wukong --steps 500 --plan {run}/plan.json -o {run}"),
+    "training": ("metrics.jsonl", "loka train --model MODEL --plan {run}/plan.json --out {run}"),
 }
 
 # Folders below twins/, each with a metrics.jsonl: in high precision, in another one, by the plan.

@@ -195,8 +195,9 @@ def test_it_is_for_serving_and_for_good() -> None:
         model(batch().requires_grad_())
     with pytest.raises(InvalidInput, match=r"expected input of shape \(\.\.\., 24\), got \(48, 12\)"):
         model(batch(24).reshape(48, 12))
-    with pytest.raises(InvalidInput, match="no plan is applied"):
-        loka.restore(model)
+    for again in (loka.restore, loka.freeze, lambda model: loka.apply_plan(model, plan_for(tower(), MIXED))):
+        with pytest.raises(InvalidInput, match="was frozen for serving, for good: load your checkpoint into one that was not"):
+            again(model)
 
 
 @torch.no_grad()

@@ -196,3 +196,17 @@ def test_mistakes_get_a_message() -> None:
     other = nn.Sequential(nn.Linear(24, 2))
     with pytest.raises(InvalidInput, match="the record is of another model"):
         loka.Guard(model, record_of(other))
+
+
+def test_one_example_whose_gradient_takes_a_tensors_whole_range_is_seen() -> None:
+    """It lies among few of the rows by lot: what its scale does to all others shows by the row itself."""
+    model, guard = guarded(SiteKernels("torch.fp32", "reference.tensorwise", "torch.fp32"), every=1, rows=32)
+    healthy = [batch(2000, seed) for seed in range(3)]
+    run(model, guard, healthy)
+    assert guard.events == []
+    weight_M1 = torch.ones(2000, 1)
+    weight_M1[1234] = 1e7
+    with guard.step():
+        model.zero_grad()
+        (model(healthy[0]).square() * weight_M1).mean().backward()
+    assert {event.role for event in guard.events} == {Role.DGRAD}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import MIXED, ROWWISE, batch, plan_for, tower
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import loka
@@ -332,3 +332,32 @@ def test_a_plan_from_before_exact_forwards_is_read(saved: Path) -> None:
     older.write_bytes(msgspec.json.encode(document | {"schema": "loka.plan/1"}))
     older.with_suffix(".safetensors").write_bytes(saved.with_suffix(".safetensors").read_bytes())
     assert Plan.load(older).sites == Plan.load(saved).sites
+
+
+class Listed(nn.Module):
+    """Forward goes by a list, beside which the modules have names too."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.lower, self.norm, self.upper = nn.Linear(24, 32), nn.LayerNorm(32), nn.Linear(32, 1)
+        parts = (self.lower, self.norm, self.upper)
+        self.order = dict(enumerate(parts)) if kind is dict else kind(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.order.values() if isinstance(self.order, dict) else self.order:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_a_module_that_a_plain_list_holds_too_is_not_replaced_in_vain(kind: type) -> None:
+    model = Listed(kind)
+    before = dict(model.named_modules())
+    with pytest.raises(InvalidInput, match=f"lower is to be replaced, and order, a plain {kind.__name__}, holds it too"):
+        loka.apply_plan(model, plan_for(model, {"lower": ROWWISE}))
+    with pytest.raises(InvalidInput, match=f"norm is to be replaced, and order, a plain {kind.__name__}, holds it too"):
+        loka.apply_mods(model)
+    assert dict(model.named_modules()) == before
+    assert model.lower.bias is not None
+    del model.order
+    loka.apply_plan(model, plan_for(model, {"lower": ROWWISE}))

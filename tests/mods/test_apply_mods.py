@@ -417,7 +417,7 @@ def tanh_mod() -> Iterator[None]:
 
     @MODS.register("no_tanh")
     class NoTanh:
-        default, order, functions = False, 1, frozenset({"tanh"})
+        default, order, functions, replaces = False, 1, frozenset({"tanh"}), True
 
         def concerns(self, place: Place) -> bool:
             return isinstance(place.module, nn.Tanh)

@@ -31,7 +31,7 @@ def test_it_prints_the_table_writes_the_plan_and_names_the_next_command(surveyed
     assert "kept in high precision by keep='ml[a-p].1'" in text
     assert "1 of 3 sites in low precision, 1.43× over all sites" in " ".join(text.split())
     assert "Next: loka report" in text
-    assert "loka train --plan" in text
+    assert "loka.Plan.load(" in text
     document = Plan.load(surveyed).document
     assert (document.goal, document.min_speedup, document.keep) == (Goal.SERVING, 1.1, ("ml[a-p].1",))
     assert document.max_error[Role.FPROP] == 0.15

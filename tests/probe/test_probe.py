@@ -245,9 +245,16 @@ def test_a_model_on_two_devices_and_one_that_moved_are_refused() -> None:
         pytest.fail("a step that cannot be learned from was begun")
 
 
-def test_a_model_in_float64_is_refused_before_it_trains() -> None:
-    with pytest.raises(InvalidInput, match="float64 is none of LoKA's formats"):
-        loka.Probe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_model_that_could_not_be_measured_is_refused_before_it_trains(dtype: torch.dtype) -> None:
+    told = f"1 is {str(dtype)[6:]}, for which there is no baseline to compare with: use float32 or bfloat16"
+    with pytest.raises(InvalidInput, match=told):
+        loka.Probe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=dtype)))
+
+
+def test_a_layer_without_a_shape_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="1 has no shape yet: run the model once on a batch, then probe it"):
+        loka.Probe(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
