@@ -17,6 +17,12 @@ from loka.nn.graph_trace import trace
 
 # What turns logits into probabilities belongs to the head in front of it.
 _OUTPUT_ACTIVATIONS = {"sigmoid", "softmax", "log_softmax", "logsigmoid", "LogSigmoid", "Sigmoid", "Softmax", "LogSoftmax"}
+_PRODUCTS = {
+    *("linear", "addmm", "matmul", "mm", "mv", "bmm", "baddbmm", "einsum", "tensordot", "bilinear"),
+    *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "multi_head_attention_forward"),
+}
+_PRODUCT_MODULES = (nn.MultiheadAttention, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.Transformer)
+_PRODUCT_MODULES += (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d"}
 
 
@@ -87,10 +93,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Uncovered:
-    """A linear layer, norm or activation that is a function call: no module, so nothing that LoKA could swap."""
+    """A product, norm or activation that is a function call, or inside a module of torch's: nothing that LoKA could swap."""
 
     function: str
-    inside: str  # the module whose forward calls it; "" is the model itself
+    inside: str  # the module whose forward calls it, or that it is; "" is the model itself
 
     def __str__(self) -> str:
         return f"{self.function} in {self.inside or 'the model'}"
@@ -178,7 +184,7 @@ def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> Fou
                 read_by=next((graph.parameters_read[p] for p in _parameters(name) if p in graph.parameters_read), None),
             )
         )
-    return FoundBlocks(tuple(blocks), graph, _uncovered(graph))
+    return FoundBlocks(tuple(blocks), graph, _uncovered(model, graph))
 
 
 def _step_over(graph: Graph, model: nn.Module, ends: list[int], kind: Kind) -> tuple[Follower | None, list[int]]:
@@ -304,10 +310,17 @@ def _learns_or_normalizes(model: nn.Module, call: Call) -> bool:
     return call.name in _LEARNED_FUNCTIONS
 
 
-def _uncovered(graph: Graph) -> tuple[Uncovered, ...]:
-    kinds = (Kind.NORM, Kind.ACTIVATION)
-    functions = (c for c in graph.calls if not c.is_module and (c.kind in kinds or c.name in ("linear", "addmm")))
-    return tuple(dict.fromkeys(Uncovered(call.name, call.inside) for call in functions))
+def _uncovered(model: nn.Module, graph: Graph) -> tuple[Uncovered, ...]:
+    """Norms and activations that are no modules, and products that are no linear layers."""
+    found: dict[Uncovered, None] = {}
+    for call in graph.calls:
+        if call.is_module:
+            module = model.get_submodule(call.name)
+            if isinstance(module, _PRODUCT_MODULES):
+                found[Uncovered(type(module).__name__, call.name)] = None
+        elif call.kind in (Kind.NORM, Kind.ACTIVATION) or call.name in _PRODUCTS:
+            found[Uncovered(call.name, call.inside)] = None
+    return tuple(found)
 
 
 def _all_names(model: nn.Module) -> dict[int, list[str]]:

@@ -56,7 +56,7 @@ class TestOurModels:
             "top.0 → LayerNorm → SiLU ⇒ head",
             "head ⇒ squeeze → output",
         ]
-        assert not found.uncovered
+        assert [str(uncovered) for uncovered in found.uncovered] == ["matmul in layers.0.fmb", "matmul in layers.1.fmb"]
 
     def test_dcnv2_needs_no_example(self) -> None:
         model, example = parts("dcnv2")
@@ -234,7 +234,7 @@ class TestOddModels:
         assert found.of("by_hand").read_by in ("t", "add")
         assert found.of("dtype_only").read_by is None
         assert [block.read_by for block in found if block.calls == 1] == [None, None]
-        assert {u.function for u in found.uncovered} == {"linear", "relu"}
+        assert {u.function for u in found.uncovered} == {"linear", "matmul", "relu"}
 
     def test_shapes_are_no_readers(self, with_example: bool) -> None:
         class Reshapes(nn.Module):
@@ -391,3 +391,27 @@ def test_a_norm_in_front_is_the_sites_where_nothing_else_has_it(with_example: bo
     assert entries.pop("wide") == Entry("flattened", 4)
     assert set(entries.values()) == {None}
     assert found.of("layers.front").norm == Follower("BlockNorm", "norms.behind")
+
+
+class Products(nn.Module):
+    """One of each kind that no linear layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
+        self.attention, self.conv = nn.MultiheadAttention(16, 2, batch_first=True), nn.Conv1d(4, 4, 1)
+        self.table = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.attention(*[self.inner(x)] * 3)
+        x = torch.einsum("btd,de->bte", self.conv(x), self.table) @ self.table
+        x = torch.bmm(x, x.transpose(1, 2)).softmax(-1) @ x
+        return self.head(F.scaled_dot_product_attention(x, x, x))
+
+
+@pytest.mark.parametrize("example", [None, (torch.randn(2, 4, 16),)], ids=["traced", "run"])
+def test_products_that_are_no_linear_layers_are_told(example: tuple[Tensor, ...] | None) -> None:
+    told = {str(uncovered) for uncovered in find_blocks(Products(), example).uncovered}
+    functions = ("einsum", "matmul", "bmm", "scaled_dot_product_attention")
+    assert told >= {"MultiheadAttention in attention", "Conv1d in conv", *(f"{name} in the model" for name in functions)}
+    assert not any(one.startswith("linear") for one in told)
