@@ -159,3 +159,32 @@ def test_masked_examples_are_drawn_as_often_as_they_were_and_the_others_whole(ma
     assert dy_MN.square().mean() == pytest.approx(1.09 * (1 - masked), rel=0.15)
     live_MN = dy_MN[dy_MN.any(1)]
     assert (live_MN == 0).double().mean() < 0.02
+
+
+def turning(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Where a row points turns with a feature, one way for either sign of its error: neither u nor e goes with x, dw does."""
+    x_MK, error_M1 = normal(generator, ROWS, K), normal(generator, ROWS, 1)
+    aside_N = torch.tensor([1.0, -1.0]).repeat(N // 2)
+    return x_MK, error_M1 * (1 + 0.5 * error_M1.sign() * x_MK[:, :1] * aside_N)
+
+
+def test_a_gradient_that_no_covariance_knows_of_is_made_up_for() -> None:
+    x_MK, dy_MN = drawn(sampler_of(turning), 32_768)
+    generator = torch.Generator().manual_seed(9)
+    true_NK = sum(dy.t() @ x for x, dy in (turning(generator) for _ in range(64))) / (64 * ROWS)
+    assert true_NK[:, 0].abs().min() > 0.3  # ½·E|e|·E[x²]; of every other feature next to nothing
+    assert (dy_MN.t() @ x_MK / len(x_MK) - true_NK).norm() < 0.3 * true_NK.norm()
+
+
+@pytest.mark.parametrize("share", [0.2, 0.45])
+def test_a_feature_of_two_values_has_its_mean(share: float) -> None:
+    """Between two levels it is not known where one value ends: the mean says."""
+
+    def planted(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x_MK = (torch.rand((ROWS, K), generator=generator) < share).float()
+        return x_MK, normal(generator, ROWS, N)
+
+    statistics = learned(planted, batches=40)
+    mean_K = statistics["moments"].tensors["mean_D"][:K]
+    x_MK, _ = make_sampler(statistics, K, torch.ones(N, K)).draw(200_000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(x_MK.mean(0), mean_K, rtol=0.04, atol=0)

@@ -268,3 +268,17 @@ def test_a_block_that_takes_no_time_is_no_accident() -> None:
     (plan,) = loka.make_plan(survey(one("a", 100.0, block(0.0, 100.0)))).sites
     assert plan.block is not None
     assert "inf×" in plan.reason
+
+
+def test_where_a_block_cannot_take_an_m_it_costs_what_high_precision_does() -> None:
+    both = {M: 150.0, 7: 30.0}
+    partly = block(60.0, 150.0, baseline_training_us=both, baseline_forward_us=both)
+    (planned,) = loka.make_plan(survey(one("a", 100.0, partly, calls={M: 2.0, 7: 3.0}))).sites
+    assert (planned.time_us, planned.baseline_us) == (2 * 60 + 3 * 30, 2 * 150 + 3 * 30)
+
+
+def test_a_block_that_casts_its_own_input_names_nobody_in_front() -> None:
+    first, second = one("a", 100.0), one("b", 100.0, block(40.0, 150.0, 10.0), producer="a")
+    planned = loka.make_plan(survey(first, second)).sites[1]
+    assert planned.block is not None
+    assert (planned.block.fp8_input, planned.block.producer, planned.block.input_cast_us) == (False, None, 0.0)

@@ -347,3 +347,17 @@ def test_a_site_without_gradients_is_planned_by_its_fprop() -> None:
     one = plan_of(site("s", (*baseline({Role.FPROP: {M: 100.0}}), fprop), casts))
     assert one.kernels[Role.FPROP].kernel == "a.one"
     assert "no gradient was seen here" in one.kernels[Role.WGRAD].reason
+
+
+def test_a_weights_cast_is_paid_for_whatever_m_it_was_timed_at() -> None:
+    """Beside a form that is free: nothing was timed for both at one M."""
+    fprop = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "w"))
+    one = site("s", (*baseline(ALL_ROLES), fprop), (single(TensorName.W, "w", 50.0, m=7),))
+    assert plan_of(one, goal="training").time_us == 10 + 50 + 200
+
+
+def test_an_error_at_the_limit_is_within_it() -> None:
+    at = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"), error=error(0.2))
+    one = site("s", (*baseline({Role.FPROP: {M: 100.0}}), at))
+    assert plan_of(one, goal="serving", max_error=0.2).is_low_precision
+    assert not plan_of(one, goal="serving", max_error=0.1999).is_low_precision

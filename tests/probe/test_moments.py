@@ -18,6 +18,7 @@ from loka.core.moments import (
     covariance_of,
     merge_moments,
     moments_of,
+    project,
     variance_of,
 )
 
@@ -142,3 +143,20 @@ def test_the_memory_that_is_promised_is_what_it_takes(form: Covariance) -> None:
     state = moments_of(torch.randn(2 * SKETCH_ROWS, FEATURES), form)
     taken = sum(tensor.numel() for name, tensor in state.items() if name not in ("count", "mean_D"))
     assert taken == covariance_elements(form, FEATURES)
+
+
+def test_a_sketch_fades_with_the_variances_it_is_of() -> None:
+    """So few rows that it holds them all: its Gram matrix is the scatter."""
+    first, second = shards([20, 20], spread=3.0, seed=1)
+    state = add_rows(moments_of(first, Covariance.LOW_RANK), second, fade=0.1)
+    exact = add_rows(moments_of(first, Covariance.FULL), second, fade=0.1)
+    gram_DD = state["sketch_LD"].t() @ state["sketch_LD"]
+    torch.testing.assert_close(gram_DD, exact["scatter_DD"], rtol=1e-3, atol=1e-3 * float(exact["scatter_DD"].abs().max()))
+
+
+def test_what_a_sketch_does_not_hold_is_in_the_variance_of_an_output() -> None:
+    """Features of equal variance and no directions: of so many the sketch holds a part."""
+    rows_RD = torch.randn(4 * FEATURES, FEATURES, generator=torch.Generator().manual_seed(0))
+    state = moments_of(rows_RD, Covariance.LOW_RANK)
+    _, variance_J = project(state, torch.eye(FEATURES)[:10])
+    torch.testing.assert_close(variance_J, variance_of(state)[:10], rtol=1e-4, atol=0)
