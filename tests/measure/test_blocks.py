@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_block import emulate
+from live_bytes import LiveBytes
 from stand_in_records import record_of, site_record
 
 from loka.core.gemm import Role
@@ -14,8 +15,11 @@ from loka.core.recipe import Format
 from loka.core.survey import BlockCandidate
 from loka.kernels.device import device_of
 from loka.measure.block import Blocks, _Exact, block_shape
+from loka.measure.block_parts import build_block
 from loka.measure.survey import measure
 from loka.measure.timing import Timing
+from loka.nn.fused_block import FusedBlock
+from loka.numerics import metrics
 
 WITHOUT_NORM = {"activation": "act", "activation_kind": "ReLU"}
 BEHIND = {"norm": "norm", "norm_kind": "BlockNorm", "activation": "act", "activation_kind": "Hardswish"}
@@ -252,3 +256,16 @@ def test_every_gpu_kernel_and_block_is_surveyed() -> None:
         assert surveyed.why_not is None
         assert all(surveyed.error[role]["mere_floored"].high < 0.2 for role in Role)
         assert 0 < surveyed.forward_us[2048] < surveyed.baseline_training_us[2048]
+
+
+def test_the_error_of_a_wide_block_takes_few_copies_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 38,912 by 38,912 ten bytes a weight are 15 GB. float64 takes 8 for the weight and 8 for its gradient, casts some."""
+    size = 768
+    monkeypatch.setattr(metrics, "AT_ONCE", size * size // 16)
+    site = site_record("a", weight(size, size), **BEHIND, calls={8: 1.0})
+    block = build_block(block_shape(site, 8, Format.FP32), site.weight_NK, None, torch.device("cpu"))
+    assert isinstance(block, FusedBlock)
+    site.sample(8, torch.Generator().manual_seed(0))  # what a sampler is made of is another matter
+    with LiveBytes() as live:
+        Blocks(Format.FP32, torch.device("cpu"))._error(site, block, budget_s=0.0)
+    assert live.peak < 32 * size * size

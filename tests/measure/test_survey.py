@@ -20,7 +20,10 @@ from loka.core.recipe import Format, Transform
 from loka.core.record import Finding, Record
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
+from loka.measure.block import Blocks
 from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, until_known
+from loka.measure.parts import SiteParts
+from loka.measure.speed import Speeds, TimedShape
 from loka.measure.survey import measure
 from loka.measure.timing import time_together
 
@@ -306,3 +309,30 @@ def test_a_site_whose_values_are_not_finite_is_told_and_stops_nothing() -> None:
     a, b = measure(record_of(broken, site_record("b", normal_weight())), kernels=TRUSTED).sites
     assert candidate(a, "reference.rowwise", Role.FPROP).why_not == "returned NaN or inf"
     assert candidate(b, "reference.rowwise", Role.FPROP).why_not is None
+
+
+def test_tensors_that_were_timed_are_let_go_before_children_and_blocks_need_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a wide layer take gigabytes. Measuring the ceiling leaves some too."""
+    held: list[int] = []
+    made: list[Speeds] = []
+    timed: list[TimedShape] = []
+
+    class Watched(Speeds):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            made.append(self)
+
+        def _make_parts(self, shape: TimedShape) -> SiteParts:
+            timed.append(shape)
+            return super()._make_parts(shape)
+
+    def look(*_: object, **__: object) -> dict:
+        held.append(made[0]._parts.cache_info().currsize)
+        return {}
+
+    monkeypatch.setattr("loka.measure.survey.Speeds", Watched)
+    monkeypatch.setattr("loka.measure.survey.try_kernels", look)
+    monkeypatch.setattr(Blocks, "survey", lambda *_: tuple(look()))
+    measure(record_of(site_record("a", normal_weight()), site_record("b", normal_weight(64)), step_us=1e5), kernels=TRUSTED)
+    assert held == [0, 0, 0]
+    assert len(timed) >= 2  # there was something to let go
