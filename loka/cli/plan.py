@@ -44,8 +44,16 @@ def plan(
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {_total(made)}")
+    if _is_older(run / "survey.json", than=run / "record.safetensors"):
+        out.print(
+            f"The record in {run} is newer than the survey, and not what was planned for: loka measure {run} measures it."
+        )
     out.print(f"Next: loka report {run}, or in your code loka.apply_plan(model, loka.Plan.load({str(run)!r}))")
     out.print(f"For LoKA's own models: loka train --model MODEL --plan {path}   (why not another kernel: --site NAME)")
+
+
+def _is_older(file: Path, *, than: Path) -> bool:
+    return than.exists() and file.stat().st_mtime_ns < than.stat().st_mtime_ns
 
 
 def _table(made: "Plan") -> Table:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_it_prints_the_table_writes_the_plan_and_names_the_next_command(surveyed
     document = Plan.load(surveyed).document
     assert (document.goal, document.min_speedup, document.keep) == (Goal.SERVING, 1.1, ("ml[a-p].1",))
     assert document.max_error[Role.FPROP] == 0.15
+
+
+def test_a_record_that_was_not_measured_yet_is_told(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    record = surveyed / "record.safetensors"
+    record.touch()
+    for seconds, told in ((-10, False), (10, True)):
+        changed = (surveyed / "survey.json").stat().st_mtime + seconds
+        os.utime(record, (changed, changed))
+        run(f"plan {surveyed}")
+        assert ("newer than the survey" in capsys.readouterr().out) is told
 
 
 def test_it_explains_one_site_and_leaves_the_plan_as_it_is(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
