@@ -35,17 +35,16 @@ def reference_of(dy_RN: "Tensor") -> "Tensor":
 
 
 def split_rows(dy_RN: "Tensor", reference_N: "Tensor") -> "tuple[Tensor, Tensor]":
-    """u_RN and e_R. A row of 0, as a masked example's, has an e of 0 and the u of another row: were that 0 too, rows would be
-    drawn as 0 for their e, and again for their u."""
+    """u_RN and e_R. A row of 0, as a masked example's, has an e of 0 and the u of the last row before it that is none (or of
+    the last of all): were its u 0 too, rows would be drawn as 0 for their e, and again for their u."""
     import torch
 
     e_R = strength(dy_RN, reference_N) * sign_of(dy_RN @ reference_N)
     u_RN = _divided(dy_RN, e_R[:, None])
-    is_zero_R = e_R == 0
-    live_first_R = is_zero_R.to(torch.int8).argsort(stable=True)
-    n_live = (~is_zero_R).sum().clamp(min=1)  # nobody waits for it
-    stand_in_R = live_first_R[torch.arange(len(e_R), device=e_R.device) % n_live]
-    return torch.where(is_zero_R[:, None], u_RN[stand_in_R], u_RN), e_R
+    # Counted from 1, so that 0 is none so far. No shape hangs on how many there are: nobody waits for the device.
+    live_R = torch.arange(1, len(e_R) + 1, device=e_R.device) * (e_R != 0)
+    last_R = live_R.cummax(0).values
+    return u_RN[last_R + (last_R == 0) * last_R[-1] - 1], e_R
 
 
 def strength(rows_RN: "Tensor", reference_N: "Tensor") -> "Tensor":
