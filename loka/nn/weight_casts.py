@@ -65,8 +65,9 @@ def refresh_if_written(holder: Any) -> None:
 
 
 def _mark_of(weight: Tensor) -> tuple[int, int]:
-    """What is another where a weight was written, or another put in its place."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+    """What is another where a weight was written, or another put in its place. Tensors of other kinds may lie nowhere."""
+    place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight)
+    return place, 0 if weight.is_inference() else weight._version
 
 
 def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
