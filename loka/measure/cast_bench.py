@@ -6,7 +6,7 @@ from torch import Tensor
 
 from loka.core.gemm import TensorName
 from loka.core.recipe import Format, Scaling
-from loka.kernels.casting import CASTERS, CastProblem
+from loka.kernels.casting import CASTERS, Caster, CastProblem
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers.triton import STATIC_SCALE
@@ -79,6 +79,12 @@ class _Cast(msgspec.Struct, frozen=True):
         """Of each value."""
         return len(self.forms) or 2
 
+    def _parts(self) -> list[tuple[Caster, Form]]:
+        """Who would make which forms; of the blocks' own cast its rows, of a copy none."""
+        if self.caster == BY_ROWS:
+            return [(CASTERS.get("triton"), form) for form in _forms(Scaling.ROWWISE, (False,))]
+        return [(CASTERS.get(self.caster), form) for form in self.forms]
+
     def run(self, x: Tensor) -> object:
         if self.caster == COPY:
             return x.clone()
@@ -86,7 +92,7 @@ class _Cast(msgspec.Struct, frozen=True):
 
     def why_not(self, x: Tensor) -> str | None:
         problem = CastProblem(TensorName.X, x.shape[0], x.shape[1], format_of(x.dtype), device_of(x.device))
-        refusals = [CASTERS.get(self.caster).why_not(form, problem) for form in self.forms]
+        refusals = [caster.why_not(form, problem) for caster, form in self._parts()]
         if reason := next((refusal for refusal in refusals if refusal), None):
             return reason
         try:
