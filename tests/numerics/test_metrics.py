@@ -168,7 +168,7 @@ def _by_all_metrics(out, ref, x, q):
     return [getattr(report, metric) for report in reports for metric in NAMES] + shares
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 300), st.integers(1, 200), st.integers(1, 5000), st.sampled_from(DYNAMIC), st.integers(0, 2**31)
 )  # fmt: skip

@@ -185,9 +185,11 @@ def test_what_an_arm_drops_in_serving_is_gone(bench):
 def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
     cell = Cell("dlrm", "tiny", 32, Goal.SERVING)
     monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
-    measured = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path).measure(cell, [ARMS["loka"]]))
+    measured = dict(
+        ModelBench(CPU, timed_steps=2, surveys=tmp_path, kernels=["onednn.int8_dynamic"]).measure(cell, [ARMS["loka"]])
+    )
     monkeypatch.setattr("loka.train.model_bench.record_run", None)  # it is not called again
-    kept = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path).measure(cell, [ARMS["loka"]]))
+    kept = dict(ModelBench(CPU, timed_steps=2, surveys=tmp_path, kernels=["onednn.int8_dynamic"]).measure(cell, [ARMS["loka"]]))
     assert "sites" in measured["loka"]["did"]
     assert kept["loka"]["did"] == measured["loka"]["did"]
 
