@@ -35,7 +35,7 @@ class Worker(Generic[Item, Prepared]):
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(there, prepare, item), daemon=True)
-        with _environment(_ONE_CORE):
+        with environment(_ONE_CORE):
             self._process.start()
         there.close()  # so that its end is seen here
         self._is_ready = False
@@ -117,17 +117,21 @@ def _begun(prepare: Callable[[Item], Prepared], item: Item, held: ExitStack) -> 
 
 
 @contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
+def environment(held: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables, None for one that is not set, that processes started inside get too and that behind it are what they were."""
+    before = {name: os.environ.get(name) for name in held}
+    _set_environment(held)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _work(there: Connection, prepare: Callable[[Any], object], item: Any) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Lock
@@ -27,6 +27,7 @@ from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.measure.block_parts import BlockShape
 from loka.measure.failure import OUT_OF_MEMORY
+from loka.measure.side_by_side import environment
 
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
 LIMIT_S = 60.0  # to compile a kernel and run it once, and as long behind every transform
@@ -97,7 +98,7 @@ def one_triton_cache(device_type: str) -> Iterator[None]:
     """Triton's cache of compiled kernels held where it is, for this process and its children: torch.compile moves it to its own
     folder, in each process when that first compiles something, and what one had compiled the others would not find."""
     knobs = _triton_knobs(device_type)
-    with _environment({"TRITON_CACHE_DIR": knobs.cache.dir} if knobs else {}):
+    with environment({"TRITON_CACHE_DIR": knobs.cache.dir} if knobs else {}):
         yield
 
 
@@ -108,7 +109,7 @@ def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTri
     """
     todo = list(trials)
     knobs = _triton_knobs(todo[0].device) if todo else None
-    with _environment({"TRITON_PTXAS_PATH": _assembler(knobs, todo[0].device)} if knobs else {}):
+    with environment({"TRITON_PTXAS_PATH": _assembler(knobs, todo[0].device)} if knobs else {}):
         failures = _try_all(todo, children)
         crowded = [trial for trial, why in failures.items() if children > 1 and _is_of_crowding(why)]
         return {trial: why for trial, why in failures.items() if trial not in crowded} | _try_all(crowded, 1)
@@ -135,31 +136,13 @@ def _assembler(knobs: Any, device: str) -> str:
 
     named = get_ptxas_version(device_of(torch.device(device)).sm)
     path = knobs.nvidia.ptxas.path
-    with _environment({"TRITON_PTXAS_PATH": None}):  # then Triton takes its own
+    with environment({"TRITON_PTXAS_PATH": None}):  # then Triton takes its own
         paths = (path, knobs.nvidia.ptxas.path)
     return next((path for path in paths if _version(path) == named), path)
 
 
 def _version(assembler: str) -> str:
     return subprocess.check_output([assembler, "--version"]).decode()
-
-
-@contextmanager
-def _environment(held: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables, None for one that is not set, that children get too and that behind the block are what they were."""
-    before = {name: os.environ.get(name) for name in held}
-    _set_environment(held)
-    try:
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
 
 
 def _is_of_crowding(why: str) -> bool:

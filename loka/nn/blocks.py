@@ -21,8 +21,10 @@ _PRODUCTS = {
     *("linear", "addmm", "matmul", "mm", "mv", "bmm", "baddbmm", "einsum", "tensordot", "bilinear"),
     *("conv1d", "conv2d", "conv3d", "scaled_dot_product_attention", "multi_head_attention_forward"),
 }
-_PRODUCT_MODULES = (nn.MultiheadAttention, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.Transformer)
-_PRODUCT_MODULES += (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_PRODUCT_MODULES = (
+    *(nn.MultiheadAttention, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase),
+    *(nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
 _LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d"}
 
 
