@@ -15,6 +15,8 @@ from loka.measure.failure import told
 from loka.measure.side_by_side import WorkerLost, prepared_side_by_side
 from loka.measure.timing import time_together
 
+READY_LIMIT_S = 300.0  # for a shape to be compiled in all ways, beside others
+
 
 class BlockMeasurement(msgspec.Struct, frozen=True, omit_defaults=True):
     """Medians of a call in µs, by way; where ``why_not`` speaks there are none."""
@@ -82,7 +84,7 @@ def measure_blocks(
     """The same at many shapes. Compiling is most of the time: with ``workers`` that many processes do it side by side."""
     prepare = partial(prepare_block, device=device, ways=tuple(ways))
     if workers:
-        return prepared_side_by_side(sites, prepare, measure_block, workers=workers, lost=_lost)
+        return prepared_side_by_side(sites, prepare, measure_block, workers=workers, limit_s=READY_LIMIT_S, lost=_lost)
     return (measure_block(prepare(site)) for site in sites)
 
 

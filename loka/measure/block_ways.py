@@ -18,6 +18,7 @@ from loka.kernels.contract import KERNELS, require
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.measure.timing import Candidate, copies_past_cache
+from loka.measure.torchao_peer import quantize_for_serving
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_block import FusedBlock
@@ -164,13 +165,12 @@ def torchao(recipe: str) -> Callable[[BlockInputs], Way]:
     """
 
     def way(inputs: BlockInputs) -> Way:
-        float8, quantization = importlib.import_module("torchao.float8"), importlib.import_module("torchao.quantization")
+        float8 = importlib.import_module("torchao.float8")
         config = float8.Float8LinearConfig.from_recipe_name(recipe)
         layer = float8.convert_to_float8_training(_modules(inputs), config=config)
         trained, learned = torch.compile(layer, dynamic=False), list(layer.parameters())
         served = _modules(inputs).eval().requires_grad_(False)
-        granularity = {"tensorwise": quantization.PerTensor, "rowwise": quantization.PerRow}[recipe]()
-        quantization.quantize_(served, quantization.Float8DynamicActivationFloat8WeightConfig(granularity=granularity))
+        quantize_for_serving(served, recipe)
         served = torch.compile(served, dynamic=False)
 
         def serve(turn: int) -> object:

@@ -6,6 +6,7 @@ measures, and keeps what it compiled until its turn.
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -28,16 +29,18 @@ class Worker(Generic[Item, Prepared]):
     """A process that prepares ``item`` and keeps what came of it, to call functions of it as it is told to.
 
     Functions are given by module and name, as pickle has them, and so are the item and results; what is prepared stays there.
-    The process ends with this one, however this one ends.
+    The process ends with this one, however this one ends; one that is asked for and not ready ``limit_s`` after its start is
+    stopped.
     """
 
-    def __init__(self, prepare: Callable[[Item], Prepared], item: Item) -> None:
+    def __init__(self, prepare: Callable[[Item], Prepared], item: Item, *, limit_s: float | None = None) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self._process: BaseProcess = context.Process(target=_work, args=(there, prepare, item), daemon=True)
         with environment(_ONE_CORE):
             self._process.start()
         there.close()  # so that its end is seen here
+        self._started, self._limit_s = time.monotonic(), limit_s
         self._is_ready = False
         self._why_lost: str | None = None
 
@@ -46,23 +49,23 @@ class Worker(Generic[Item, Prepared]):
         self.wait_until_ready()
         return self._answer("its process ended", function)
 
-    def wait_until_ready(self, limit_s: float | None = None) -> None:
-        """A process that takes longer than the limit is stopped."""
+    def wait_until_ready(self) -> None:
         if self._is_ready:
             return
-        self._answer("its process ended while it was made ready", limit_s=limit_s)
+        left_s = None if self._limit_s is None else max(0.0, self._started + self._limit_s - time.monotonic())
+        self._answer("its process ended while it was made ready", left_s=left_s)
         self._is_ready = True
 
-    def _answer(self, why_lost: str, request: object = None, *, limit_s: float | None = None) -> Any:
+    def _answer(self, why_lost: str, request: object = None, *, left_s: float | None = None) -> Any:
         """What the process says next, to ``request`` if there is one."""
         if self._why_lost is None:
             with suppress(EOFError, OSError):
                 if request is not None:
                     self._here.send(request)
-                if self._here.poll(limit_s):
+                if self._here.poll(left_s):
                     return self._here.recv()
                 self.stop()
-                why_lost = f"not ready after {limit_s:.0f} s"
+                why_lost = f"not ready after {self._limit_s:.0f} s"
             self._why_lost = why_lost
         raise WorkerLost(self._why_lost)
 
@@ -78,18 +81,19 @@ def prepared_side_by_side(
     run: Callable[[Prepared], Result],
     *,
     workers: int,
+    limit_s: float,
     lost: Callable[[Item, WorkerLost], Result],
 ) -> Iterator[Result]:
     """``run(prepare(item))`` of every item, group by group: as many as there are workers are prepared, then run one by one.
 
-    One whose process is lost is tried again behind its group, in a new process and alone, for memory may have been short; if
-    that is lost too, ``lost`` has its result.
+    One whose process is lost, or not ready after ``limit_s``, is tried again behind its group, in a new process and alone, for
+    memory or cores may have been short; if that is lost too, ``lost`` has its result.
     """
     for first in range(0, len(items), workers):
         group = items[first : first + workers]
         with ExitStack() as held:
             # One process for each item, and none from group to group: what a process has let go of, its allocator may hold.
-            crew = [(item, _begun(prepare, item, held)) for item in group]
+            crew = [(item, _begun(prepare, item, limit_s, held)) for item in group]
             for _, worker in crew:
                 with suppress(WorkerLost):
                     worker.wait_until_ready()
@@ -104,14 +108,14 @@ def prepared_side_by_side(
         for item in again:
             with ExitStack() as held:
                 try:
-                    result = _begun(prepare, item, held).call(run)
+                    result = _begun(prepare, item, limit_s, held).call(run)
                 except WorkerLost as error:
                     result = lost(item, error)
                 yield result
 
 
-def _begun(prepare: Callable[[Item], Prepared], item: Item, held: ExitStack) -> Worker[Item, Prepared]:
-    worker = Worker(prepare, item)
+def _begun(prepare: Callable[[Item], Prepared], item: Item, limit_s: float, held: ExitStack) -> Worker[Item, Prepared]:
+    worker = Worker(prepare, item, limit_s=limit_s)
     held.callback(worker.stop)
     return worker
 

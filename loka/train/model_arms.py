@@ -13,6 +13,7 @@ from loka.dispatch.apply import apply_plan
 from loka.dispatch.freeze import freeze
 from loka.kernels.contract import KERNELS, require
 from loka.kernels.device import device_of
+from loka.measure.torchao_peer import quantize_for_serving
 from loka.planner.plan import make_plan
 from loka.train.config import Precision
 from loka.train.fp8_everywhere import apply_everywhere, see_inputs
@@ -58,11 +59,7 @@ def _torchao(subject: Subject, recipe: str, auto_filter: bool = False) -> str:
         return f"{n_moved} of {n_linears} linears"
     if recipe == "rowwise_with_gw_hp" or auto_filter:
         raise KernelUnavailable(f"torchao's {recipe}{' with its auto-filter' if auto_filter else ''} is for training alone")
-    from torchao import quantization  # pyrefly: ignore[missing-import]
-
-    granularity = quantization.PerRow() if recipe == "rowwise" else quantization.PerTensor()
-    config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=granularity)
-    quantization.quantize_(subject.dense_part, config, filter_fn=_fits_torchao)
+    quantize_for_serving(subject.dense_part, recipe, _fits_torchao)
     return f"{sum(_fits_torchao(module, name) for name, module in subject.dense_part.named_modules())} of {n_linears} linears"
 
 

@@ -80,7 +80,7 @@ def _rows_of_group(
         crew = {arm: start(arm, held) for arm in arms if not unsurveyed.get(arm)}
         for worker in crew.values():
             with suppress(WorkerLost):
-                worker.wait_until_ready(READY_LIMIT_S)
+                worker.wait_until_ready()
         for arm in arms:
             yield arm, _row(bench, arm, crew[arm], base) if arm in crew else {"failed": unsurveyed[arm]}
 
@@ -98,7 +98,8 @@ def _why_not_surveyed(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Pat
 
 def _start(bench: ModelBench, cell: Cell, surveys: Path, arm: ModelArm, held: ExitStack) -> ArmWorker:
     kernels = None if bench.kernels is None else tuple(bench.kernels)
-    worker = Worker(_made_ready, Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads()))
+    job = Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads())
+    worker = Worker(_made_ready, job, limit_s=None if arm.name == BASELINE else READY_LIMIT_S)
     held.callback(worker.stop)
     return worker
 

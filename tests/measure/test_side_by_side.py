@@ -10,6 +10,8 @@ from side_by_side_jobs import Job, prepare, run, start_and_die
 
 from loka.measure.side_by_side import Worker, WorkerLost, prepared_side_by_side
 
+SLOW = "x" * 2000  # 20 s
+
 
 def lost(job: Job, error: WorkerLost) -> tuple[str, bool, int]:
     return f"{job[0]}: {error}", True, -1
@@ -19,7 +21,9 @@ def lost(job: Job, error: WorkerLost) -> tuple[str, bool, int]:
 def test_a_group_is_prepared_then_each_runs_alone_where_it_was_prepared(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
     names = ["a", "bbbbbb", "c", "dd", "e"]
-    results = list(prepared_side_by_side([(name, str(log)) for name in names], prepare, run, workers=workers, lost=lost))
+    results = list(
+        prepared_side_by_side([(name, str(log)) for name in names], prepare, run, workers=workers, limit_s=60, lost=lost)
+    )
     assert [name for name, _, _ in results] == names
     assert all(is_same for _, is_same, _ in results)
     assert len({process for _, _, process in results} - {os.getpid()}) == len(names)
@@ -38,7 +42,7 @@ def test_one_whose_process_is_lost_is_tried_again_alone(tmp_path: Path, how: str
     """Behind its group, when that has let go of all memory; and never in this process, which it might break."""
     log = str(tmp_path / "log")
     names = [f"{how} {when} once", "well", "behind it", f"{how} {when}", "last"]
-    results = list(prepared_side_by_side([(name, log) for name in names], prepare, run, workers=2, lost=lost))
+    results = list(prepared_side_by_side([(name, log) for name in names], prepare, run, workers=2, limit_s=60, lost=lost))
     told = f"{how} {when}: its process ended" + (" while it was made ready" if when == "in prepare" else "")
     assert [name for name, _, _ in results] == ["well", f"{how} {when} once", "behind it", told, "last"]
     assert all(is_same for _, is_same, _ in results)
@@ -51,8 +55,10 @@ def test_one_whose_process_is_lost_is_tried_again_alone(tmp_path: Path, how: str
 
 
 def test_nothing_to_do_and_an_end_in_between(tmp_path: Path) -> None:
-    assert list(prepared_side_by_side([], prepare, run, workers=3, lost=lost)) == []
-    rest = prepared_side_by_side([(name, str(tmp_path / "log")) for name in "abc"], prepare, run, workers=2, lost=lost)
+    assert list(prepared_side_by_side([], prepare, run, workers=3, limit_s=60, lost=lost)) == []
+    rest = prepared_side_by_side(
+        [(name, str(tmp_path / "log")) for name in "abc"], prepare, run, workers=2, limit_s=60, lost=lost
+    )
     assert next(rest)[0] == "a"
     assert multiprocessing.active_children()
     rest.close()  # type: ignore[attr-defined]
@@ -74,9 +80,24 @@ def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_process_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
-    worker = Worker(prepare, ("x" * 2000, str(tmp_path / "log")))  # 20 s
+    worker = Worker(prepare, (SLOW, str(tmp_path / "log")), limit_s=1)
     with pytest.raises(WorkerLost, match="not ready after 1 s"):
-        worker.wait_until_ready(1)
+        worker.wait_until_ready()
     assert not multiprocessing.active_children()
     with pytest.raises(WorkerLost, match="not ready after 1 s"):  # whenever it is asked
         worker.call(run)
+
+
+def test_all_of_a_group_have_the_same_time_and_those_in_time_are_run(tmp_path: Path) -> None:
+    names = [SLOW, f"{SLOW}er", "in time", "behind them"]
+    begin = time.monotonic()
+    results = prepared_side_by_side(
+        [(name, str(tmp_path / "log")) for name in names], prepare, run, workers=3, limit_s=4, lost=lost
+    )
+    assert next(results)[0] == "in time"
+    assert time.monotonic() - begin < 2 * 4
+    assert [name.removeprefix(SLOW) for name, _, _ in results] == [
+        ": not ready after 4 s",
+        "er: not ready after 4 s",
+        "behind them",
+    ]

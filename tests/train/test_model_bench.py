@@ -103,12 +103,12 @@ class FakeWorker:
         FakeWorker.most = max(FakeWorker.most, len(self.alive))
         self.company = len(self.alive) > 2
 
-    def wait_until_ready(self, limit_s: float | None = None) -> None:
+    def wait_until_ready(self) -> None:
         if self.says == "late":
-            raise WorkerLost(f"not ready after {limit_s:.0f} s")
+            raise WorkerLost("not ready after 240 s")
 
     def call(self, function: object) -> object:
-        self.wait_until_ready(240)
+        self.wait_until_ready()
         self.calls -= 1
         if self.calls < 0:
             raise WorkerLost("its process ended")
