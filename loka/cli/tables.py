@@ -9,20 +9,21 @@ from rich.table import Table
 
 from loka.core.gemm import Role
 
-TEXT_COLUMNS = ("kernel", "role", "roles", "operands (a·b)")
+TEXT_COLUMNS = ("site", "block", "notes", "kernel", "role", "roles", "operands (a·b)", *Role)
 
 
 def plain_table(title: str, columns: list[str]) -> Table:
-    """No frames; numbers to the right, names never cut."""
+    """No frames; text to the left and folded where the table is too wide, numbers to the right and whole."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
-        table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right", no_wrap=True)
+        is_text = column in TEXT_COLUMNS
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     return table
 
 
 def console() -> Console:
     """Standard output; where it is no terminal, wide enough that tables are whole. Brackets are text: a pattern, a shape."""
-    return Console(width=None if sys.stdout.isatty() else 140, markup=False)
+    return Console(width=None if sys.stdout.isatty() else 200, markup=False)
 
 
 def microseconds(time_us: float) -> str:
