@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Tests at once, each with one core.
+JOBS ?= 2
 
 .PHONY: install demo test lint clean
 
@@ -17,7 +19,7 @@ demo: install
 	$(BIN)/loka demo
 
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .
