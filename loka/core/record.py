@@ -254,7 +254,8 @@ class Record:
         path = Path(run)
         path = path if path.suffix == ".safetensors" else path / FILE
         document, tensors = _read(path)
-        sites = {facts.name: _site(facts, document.rules, tensors, path) for facts in document.sites}
+        own = _by_site(tensors, [facts.name for facts in document.sites])
+        sites = {facts.name: _site(facts, document.rules, own[facts.name], path) for facts in document.sites}
         return cls(
             document.fingerprint,
             document.environment,
@@ -301,15 +302,27 @@ def _without_entries(fields: Fields) -> Fields:
     return fields
 
 
-def _site(facts: SiteFacts, rules: dict[str, Rule], tensors: "dict[str, Tensor]", path: Path) -> SiteRecord:
-    prefix = f"{facts.name}/"
-    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _by_site(tensors: "dict[str, Tensor]", sites: list[str]) -> "dict[str, dict[str, Tensor]]":
+    """Each site's own, by the name behind its own; of sites ``a`` and ``a/b`` the longer has what begins with both."""
+    own: dict[str, dict[str, Tensor]] = {site: {} for site in sites}
+    for name, tensor in tensors.items():
+        parts = name.split("/")
+        for end in range(len(parts) - 1, 0, -1):
+            if (site := "/".join(parts[:end])) in own:
+                own[site]["/".join(parts[end:])] = tensor
+                break
+    return own
+
+
+def _site(facts: SiteFacts, rules: dict[str, Rule], own: "dict[str, Tensor]", path: Path) -> SiteRecord:
     if "weight" not in own:
         raise InvalidFile(f"{path} names the site {facts.name} but holds no weight of it: make it again")
     states: dict[str, dict[str, Tensor]] = {}
     for name, tensor in own.items():
         statistic, slash, tensor_name = name.partition("/")
         if slash:
+            if statistic not in rules:
+                raise InvalidFile(f"{path} holds {statistic} of {facts.name} and no rule for it: make it again")
             states.setdefault(statistic, {})[tensor_name] = tensor
     return SiteRecord(
         **{f.name: getattr(facts, f.name) for f in dataclasses.fields(facts)},

@@ -58,6 +58,25 @@ def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
                     assert torch.equal(other.statistics[key].tensors[tensor_name], tensor)
 
 
+def test_sites_whose_names_begin_alike_keep_what_is_theirs(tmp_path: Path) -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            names = ("user", "user/age", "user/age/weight", "item")
+            self.tower = nn.ModuleDict({name: nn.Linear(12, 5 + len(name)) for name in names})
+
+        def forward(self, x_MK: torch.Tensor) -> torch.Tensor:
+            return torch.cat([layer(x_MK) for layer in self.tower.values()], dim=1)
+
+    record = record_of([torch.randn(32, 12)], Towers())
+    record.save(tmp_path)
+    loaded = Record.load(tmp_path)
+    assert list(loaded.sites) == [f"tower.{name}" for name in ("user", "user/age", "user/age/weight", "item")]
+    for name, site in record.sites.items():
+        assert torch.equal(loaded.sites[name].weight_NK, site.weight_NK)
+        assert loaded.sites[name].statistics.keys() == site.statistics.keys()
+
+
 def test_a_truncated_file_is_told(record: Record, tmp_path: Path) -> None:
     path = record.save(tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
