@@ -1,7 +1,7 @@
 """``apply_mods``: find what can be changed, say so, change it."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +16,7 @@ from loka.mods.report import Change, LeftAlone, ModReport
 from loka.mods.trained import evidence_of_training
 from loka.nn.blocks import FoundBlocks, find_blocks
 from loka.nn.graph import is_from_torch
+from loka.nn.graph_run import record_run
 from loka.nn.held import refuse_held_in_lists
 
 
@@ -34,7 +35,8 @@ def apply_mods(
     They change what the model computes, so apply them before making the optimizer, or pass it as ``optimizer`` to have removed
     parameters dropped from it; then train. A model that looks trained is refused without ``retrain=True``.
     ``keep`` names modules to leave alone with all inside them, as names or patterns (``"towers.*.out"``). With ``example``, the
-    arguments of one forward call, the model is run once, so that heads and readers are known where tracing fails.
+    arguments of one forward call, the model is run once, so that heads and readers are known where tracing fails, and once
+    more when it is changed: where that fails, it is as it was.
     ``dry_run`` reports what would change and changes nothing.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
@@ -65,7 +67,17 @@ def apply_mods(
         )
     refuse_held_in_lists(model, [step.place.module for step in steps if step.mod.replaces])
     parameters = list(model.parameters())
-    _make(model, steps)
+    undo = _make(model, steps)
+    if example is not None:
+        try:
+            record_run(model, example)
+        except Exception as error:  # any of the user's own: it ran before
+            undo()
+            raise InvalidInput(
+                f"with these Mods the model no longer runs on the example ({type(error).__name__}: {error}), so nothing was "
+                f"changed. Its forward may use what a Mod takes away, such as the weight or the dtype of a norm: leave that "
+                f"module alone with keep="
+            ) from error
     if optimizer is not None:
         remaining = {id(parameter) for parameter in model.parameters()}
         _forget(optimizer, {id(parameter) for parameter in parameters} - remaining)
@@ -96,6 +108,9 @@ def _plan(
                 left_alone.append(LeftAlone(mod_name, name, why))
                 continue
             removes = [f"{name}.{parameter}" for parameter in mod.removes(place)]
+            if reader := next((found.graph.parameters_read[p] for p in removes if p in found.graph.parameters_read), None):
+                left_alone.append(LeftAlone(mod_name, name, f"its parameters are read by a call of {reader}, not by itself"))
+                continue
             removed = tuple(parameter for parameter in removes if parameter not in gone)
             if removes and not removed:  # an earlier Mod has taken them already
                 continue
@@ -106,7 +121,17 @@ def _plan(
     return steps, left_alone
 
 
-def _make(model: nn.Module, steps: list[_Step]) -> None:
+def _make(model: nn.Module, steps: list[_Step]) -> Callable[[], None]:
+    """Make the changes; what is returned takes them back."""
+    before = [(module, dict(module._modules), dict(module._parameters)) for module in model.modules()]
+
+    def undo() -> None:
+        for module, modules, parameters in before:
+            module._modules.clear()
+            module._modules.update(modules)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+
     now: dict[int, nn.Module] = {}  # by the id of the module that stood there
     for step in steps:
         old = step.place.module
@@ -117,6 +142,7 @@ def _make(model: nn.Module, steps: list[_Step]) -> None:
         for name, child in parent._modules.items():
             if child is not None and id(child) in now:
                 parent._modules[name] = now[id(child)]
+    return undo
 
 
 def _forget(optimizer: torch.optim.Optimizer, removed: set[int]) -> None:

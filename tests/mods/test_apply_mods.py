@@ -155,6 +155,27 @@ class TestLeftAlone:
         assert reasons(report)["no_bias unused"] == "is never called, so it may serve a purpose of its own"
         model(torch.randn(2, 4))
 
+    @pytest.mark.parametrize("with_example", [False, True])
+    def test_a_norm_whose_weight_forward_reads(self, with_example: bool) -> None:
+        class Gained(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.norm, self.other, self.head = (
+                    nn.Linear(6, 8),
+                    nn.LayerNorm(8),
+                    nn.LayerNorm(8),
+                    nn.Linear(8, 1),
+                )
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(self.other(self.norm(self.first(x)) * self.norm.weight))
+
+        model, x = Gained(), torch.randn(4, 6)
+        report = loka.apply_mods(model, "block_norm", example=(x,) if with_example else None)
+        assert changed(report) == ["block_norm other"]
+        assert reasons(report) == {"block_norm norm": "its parameters are read by a call of mul, not by itself"}
+        model(x)
+
     def test_an_activation_that_serves_several(self) -> None:
         class Shared(nn.Module):
             def __init__(self, widths: list[int]) -> None:
@@ -204,6 +225,28 @@ class TestKeep:
             loka.apply_mods(model, keep="towr")
         with pytest.raises(InvalidInput, match=r"keep='\*\.x' matches no module. Print the model to see its modules' names"):
             loka.apply_mods(model, keep="*.x")
+
+
+def test_a_model_that_no_longer_runs_is_as_it_was() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.hidden, self.norm, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+            self.also = self.norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.hidden(self.first(x).to(self.norm.weight.dtype))))
+
+    model, x = Casting(), torch.randn(4, 6)
+    expected, state, parts = model(x), copy.deepcopy(model.state_dict()), dict(model.named_modules(remove_duplicate=False))
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(InvalidInput, match=r"no longer runs.*BlockNorm.*no attribute 'weight'.*nothing was changed.*keep="):
+        loka.apply_mods(model, example=(x,), optimizer=optimizer)
+    assert dict(model.named_modules(remove_duplicate=False)) == parts
+    assert model.state_dict().keys() == state.keys()
+    assert torch.equal(model(x), expected)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    assert changed(loka.apply_mods(model, example=(x,), keep="norm")) == ["no_bias hidden"]
 
 
 def test_shared_modules_are_replaced_everywhere_by_one() -> None:
