@@ -12,13 +12,12 @@ from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock, link_blocks
+from loka.nn.linear import why_not_swapped
 
 
 def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
     """Why a planned site cannot run here as planned: its module, or a kernel that is missing. None where it can."""
-    if type(module) is not nn.Linear:
-        return f"is a {type(module).__name__}, and only torch.nn.Linear is swapped"
-    if reason := _why_not_replaced(module):
+    if reason := why_not_swapped(module) or _why_not_replaced(module):
         return reason
     if site.block is not None:
         return None  # the block says it itself, once it is made

@@ -229,4 +229,5 @@ def _site_survey(
         blocks=bench.blocks.survey(site, row_counts(site), bench.budget_s(site)) if candidates else (),
         producer=site.producer,
         notes=(*site.notes, *notes),
+        stays=site.stays,
     )

@@ -160,6 +160,15 @@ class LokaLinear(nn.Linear):
         keep_current(self)
 
 
+def why_not_swapped(linear: nn.Linear) -> str | None:
+    """Why no other module can stand in for the layer: a subclass may compute something else."""
+    if type(linear) is not nn.Linear:
+        return f"is a {type(linear).__name__}, and only torch.nn.Linear is swapped"
+    if not isinstance(linear._parameters.get("weight"), nn.Parameter):
+        return "holds no weight of its own, but makes one in every call: remove its weight norm or the like first"
+    return None
+
+
 def own_weight(linear: nn.Linear) -> nn.Parameter:
     """The weight that an optimizer moves; a parametrized layer has none, but makes one in every call."""
     weight = linear._parameters.get("weight")

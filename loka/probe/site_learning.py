@@ -11,6 +11,7 @@ from loka.core.moments import Covariance
 from loka.core.record import SiteRecord
 from loka.core.statistics import Statistic
 from loka.nn.blocks import Block
+from loka.nn.linear import LokaLinear, why_not_swapped
 from loka.numerics.formats import format_of
 from loka.probe.facts import notes_of
 from loka.probe.history import History
@@ -83,6 +84,7 @@ class SiteLearning:
             n=module.out_features,
             has_bias=module.bias is not None,
             is_head=bool(block.is_head),
+            stays=None if isinstance(module, LokaLinear) else why_not_swapped(module),
             trains=self._trains,
             needs_dx=self._needs_dx,
             needs_dw=weight_learns(module),

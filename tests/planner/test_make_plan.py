@@ -34,6 +34,12 @@ def test_heads_and_what_is_kept_stay_in_high_precision() -> None:
     assert {r.reason for r in plan.sites[3].refused} == {reasons["out"]}
 
 
+def test_what_nothing_can_stand_in_for_stays_with_its_reason() -> None:
+    plan = loka.make_plan(survey(fast("a"), fast("b", stays="is a Scaled, and only torch.nn.Linear is swapped")))
+    assert [(one.site, one.is_low_precision) for one in plan.sites] == [("a", True), ("b", False)]
+    assert plan.sites[1].reason == "is a Scaled, and only torch.nn.Linear is swapped"
+
+
 def test_a_plan_carries_where_it_comes_from_and_survives_its_file(tmp_path: Path) -> None:
     plan = loka.make_plan(
         survey(fast("a"), fast("b", is_head=True)), goal="serving", max_error={Role.FPROP: 0.3}, min_speedup=1.2

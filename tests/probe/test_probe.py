@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +114,32 @@ def test_a_parametrized_weight_is_read_without_a_trace() -> None:
     assert all(torch.equal(value, probed.state_dict()[name]) for name, value in plain.state_dict().items())
     assert Role.WGRAD in record.sites["0"].roles
     torch.testing.assert_close(record.sites["0"].weight_NK, probed[0].weight.detach(), atol=0.1, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+def test_layers_that_nothing_can_stand_in_for_are_said(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.utils.weight_norm(nn.Linear(6, 6)), Scaled(6, 6),
+        nn.Linear(6, 6), nn.Linear(6, 1),
+    )  # fmt: skip
+    probe = loka.Probe(model, every=1)
+    for x_MK in torch.randn(2, 16, 6):
+        with probe.step():
+            model(x_MK).sum().backward()
+    probe.record().save(tmp_path)
+    told = {name: site.stays for name, site in Record.load(tmp_path).sites.items()}
+    assert told == {
+        "0": "is a ParametrizedLinear, and only torch.nn.Linear is swapped",
+        "1": "holds no weight of its own, but makes one in every call: remove its weight norm or the like first",
+        "2": "is a Scaled, and only torch.nn.Linear is swapped",
+        "3": None,
+        "4": None,
+    }
+    survey = loka.measure(loka.Record.load(tmp_path), kernels=["reference.rowwise"])
+    assert {site.site: site.stays for site in survey.sites} == told
 
 
 @pytest.mark.parametrize("compile_first", [True, False])
