@@ -1,16 +1,16 @@
 """Whether a block may absorb the norm and activation around its site: nothing else may run through them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
 from loka.core.plan import SitePlan
 from loka.nn.blocks import FoundBlocks, find_blocks
 from loka.nn.graph import Kind
+from loka.nn.unwrap import Example
 
 
-def why_not_absorbed(model: nn.Module, sites: Sequence[SitePlan], example: tuple[Any, ...] | None) -> dict[str, str]:
+def why_not_absorbed(model: nn.Module, sites: Sequence[SitePlan], example: Example | None) -> dict[str, str]:
     """Of the planned blocks among ``sites`` those that the model's data flow does not allow, with the reason."""
     blocks = [site for site in sites if site.block is not None]
     if not blocks:

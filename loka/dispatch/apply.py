@@ -1,6 +1,6 @@
 """``apply_plan``: run a model's planned sites on their kernels, in place; ``restore`` undoes it."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -26,17 +26,15 @@ from loka.dispatch.swap import (
     refuse_frozen,
     remember,
     required_applied,
-    unwrapped,
 )
 from loka.nn.fused_block import FusedBlock
 from loka.nn.held import refuse_held_in_lists
+from loka.nn.unwrap import Example, unwrapped
 
 OnMissing = Literal["error", "high_precision"]
 
 
-def apply_plan(
-    model: nn.Module, plan: Plan, *, on_missing: OnMissing = "error", example: tuple[Any, ...] | None = None
-) -> AppliedPlan:
+def apply_plan(model: nn.Module, plan: Plan, *, on_missing: OnMissing = "error", example: Example | None = None) -> AppliedPlan:
     """Put the kernels of ``plan`` into ``model``, in place: same parameters, same ``state_dict``, same optimizer.
 
     Everything is checked before anything is touched. A plan measured on another device or with other versions, or one whose
@@ -95,9 +93,7 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
 Swaps = dict[str, list[Swap]]
 
 
-def _bind(
-    model: nn.Module, plan: Plan, on_missing: OnMissing, example: tuple[Any, ...] | None
-) -> tuple[Plan, Swaps, dict[str, str]]:
+def _bind(model: nn.Module, plan: Plan, on_missing: OnMissing, example: Example | None) -> tuple[Plan, Swaps, dict[str, str]]:
     """The stand-ins of every site that can run as planned, made beside the model; and why the others cannot."""
     modules = linear_sites(model)
     planned = [site for site in plan.sites if site.is_low_precision]

@@ -22,8 +22,9 @@ from loka.dispatch.apply import OnMissing, apply_plan, restore
 from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
-from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, unwrapped
+from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
 from loka.nn.graph import left_as_it_was as modules_left_as_they_were
+from loka.nn.unwrap import Example, unwrapped
 from loka.nn.weight_casts import recast_after_step
 
 # Of the loss, relatively. A model that trains by a plan pays up to twice what rounding costs one that did not (0.015 % by this
@@ -78,7 +79,7 @@ def check_plan(
     max_loss_change: float | None = None,
     min_speedup: float = 1.0,
     on_missing: OnMissing = "error",
-    example: tuple[Any, ...] | None = None,
+    example: Example | None = None,
     repeats: int = 5,
 ) -> CheckedPlan:
     """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back until the whole passes.
@@ -168,7 +169,7 @@ class _Trial:
     goal: Goal
     repeats: int
     on_missing: OnMissing
-    example: tuple[Any, ...] | None
+    example: Example | None
     learned: frozenset[Tensor]  # what a backward pass gives gradients to
 
     def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:

@@ -51,10 +51,13 @@ class Frozen(nn.Module):
         """What serving reads of a weight, by the names of the buffers that hold it."""
         raise NotImplementedError
 
+    @torch.inference_mode(False)  # in which codes could not be written again outside of it
+    @torch.no_grad()
     def _hold(self, weight_NK: Tensor) -> None:
         for name, buffer in self._casts(weight_NK.detach()).items():
             self.register_buffer(name, buffer, persistent=False)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _recast_after_load(self, incompatible_keys: Any) -> None:
         """A checkpoint was loaded into the weight that was kept beside its codes. They are written where they lie."""

@@ -15,9 +15,10 @@ from loka.core.record import Record
 from loka.dispatch.apply import give_back
 from loka.dispatch.drift import SiteCasts, feature_energy, predicted_errors
 from loka.dispatch.planned import PlannedLinear
-from loka.dispatch.swap import AppliedPlan, required_applied, unwrapped
+from loka.dispatch.swap import AppliedPlan, required_applied
 from loka.nn.fused_block import FusedBlock
 from loka.nn.linear import input_of
+from loka.nn.unwrap import unwrapped
 
 logger = logging.getLogger("loka")
 

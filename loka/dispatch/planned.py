@@ -25,6 +25,7 @@ class PlannedLinear(LokaLinear):
         self.high_precision_calls.add_(1)  # a tensor: a Python counter would recompile at every call
         return F.linear(input, self.weight, self.bias)
 
+    @torch.inference_mode(False)
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
         # In front of the casts, as in a copy, which makes those anew: averages of models go through both buffer by buffer.
         calls = torch.zeros((), dtype=torch.int64, device=self.weight.device)

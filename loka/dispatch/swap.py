@@ -9,6 +9,7 @@ from loka.core.errors import InvalidInput
 from loka.core.plan import Plan
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
+from loka.nn.unwrap import unwrapped
 
 _REMEMBERED, _FROZEN = "_loka_applied", "_loka_frozen"
 
@@ -56,17 +57,6 @@ class AppliedPlan:
         lines += [f"  not measured here: {difference}" for difference in self.differences]
         lines += [f"  fell back to high precision: {site}: {why}" for site, why in self.fell_back.items()]
         return "\n".join(lines)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile's and DistributedDataParallel's."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod  # pyrefly: ignore[bad-assignment]
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        else:
-            return model
 
 
 def applied_to(model: nn.Module) -> AppliedPlan | None:

@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from loka.nn.blocks import FoundBlocks, find_blocks
 from loka.nn.graph import is_from_torch
 from loka.nn.graph_run import record_run
 from loka.nn.held import refuse_held_in_lists
+from loka.nn.unwrap import Example, arguments_of
 
 
 def apply_mods(
@@ -25,7 +25,7 @@ def apply_mods(
     mods: Iterable[str] | None = None,
     *,
     keep: Iterable[str] = (),
-    example: tuple[Any, ...] | None = None,
+    example: Example | None = None,
     dry_run: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     retrain: bool = False,
@@ -70,7 +70,7 @@ def apply_mods(
     undo = _make(model, steps)
     if example is not None:
         try:
-            record_run(model, example)
+            record_run(model, arguments_of(example))
         except Exception as error:  # any of the user's own: it ran before
             undo()
             raise InvalidInput(
@@ -94,7 +94,7 @@ class _Step:
 def _plan(
     model: nn.Module, chosen: dict[str, Mod], kept: dict[str, str], found: FoundBlocks
 ) -> tuple[list[_Step], list[LeftAlone]]:
-    inside_torch = _inside_torch(model)
+    inside_torch, frozen = _inside_torch(model), _frozen(model)
     steps: list[_Step] = []
     left_alone: list[LeftAlone] = []
     gone: dict[str, nn.Parameter] = {}
@@ -103,7 +103,7 @@ def _plan(
             place = Place(name, module, found)
             if not mod.concerns(place):
                 continue
-            why = kept.get(name) or _why_not_any(name, module, inside_torch) or mod.why_not(place)
+            why = kept.get(name) or _why_not_any(name, module, inside_torch) or frozen.get(name) or mod.why_not(place)
             if why:
                 left_alone.append(LeftAlone(mod_name, name, why))
                 continue
@@ -199,6 +199,19 @@ def _inside_torch(model: nn.Module) -> dict[str, str]:
         for part, _ in module.named_modules()
         if part
     }
+
+
+def _frozen(model: nn.Module) -> dict[str, str]:
+    """Modules that nothing trains, or, where they hold no parameters, those inside a part of which that is so."""
+    learns = {name: [p.requires_grad for p in module.parameters()] for name, module in model.named_modules()}
+    reasons = {}
+    for name in learns:
+        part = name
+        while part and not learns.get(part):
+            part = part.rpartition(".")[0]
+        if learns[part] and not any(learns[part]):
+            reasons[name] = f"{part or 'the model'} is frozen: nothing would be trained to make up for the change"
+    return reasons
 
 
 def _check_parameters(model: nn.Module) -> None:

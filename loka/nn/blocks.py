@@ -5,15 +5,15 @@ Probe stores these neighbours, Dispatch fuses what they allow, Mods ask them whi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-from loka.core.errors import InvalidInput, UnknownName
+from loka.core.errors import UnknownName
 from loka.nn.block_norm import BlockNorm
 from loka.nn.graph import Call, Graph, Kind, Method, changes_shape_alone
 from loka.nn.graph_run import record_run
 from loka.nn.graph_trace import trace
+from loka.nn.unwrap import Arguments, Example, arguments_of, unwrapped
 
 # What turns logits into probabilities belongs to the head in front of it.
 _OUTPUT_ACTIVATIONS = {"sigmoid", "softmax", "log_softmax", "logsigmoid", "LogSigmoid", "Sigmoid", "Softmax", "LogSoftmax"}
@@ -148,17 +148,15 @@ class FoundBlocks:
         return "\n".join(lines)
 
 
-def find_blocks(model: nn.Module, example: tuple[Any, ...] | None = None) -> FoundBlocks:
+def find_blocks(model: nn.Module, example: Example | Arguments | None = None) -> FoundBlocks:
     """Find the blocks of ``model``.
 
     With ``example``, the arguments of one forward call, the model is run once and everything is known. Without, it is traced
     symbolically, in parts where its forward branches on values; at the edges of those parts consumers are not known.
     The model is left as it was.
     """
-    if example is not None and not isinstance(example, tuple):
-        raise InvalidInput(f"example must be a tuple of forward's arguments, such as (batch,), got a {type(example).__name__}")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
-    graph = trace(model) if example is None else record_run(model, example)
+    model = unwrapped(model)
+    graph = trace(model) if example is None else record_run(model, arguments_of(example))
     names = _all_names(model)
     sites = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     holders: dict[int, list[str]] = {}

@@ -19,9 +19,9 @@ from loka.nn.linear import output_dtype, own_weight, require_input
 from loka.nn.weight_casts import (
     drop_casts,
     holds_casts_of,
+    holds_current_casts,
     keep_current,
     refresh_after_load,
-    refresh_if_written,
     rewrite_casts,
     state_without_casts,
     store_casts,
@@ -99,7 +99,8 @@ class FusedBlock(nn.Module):
 
     def tensors(self) -> BlockTensors:
         """What the fused kernels read."""
-        return BlockTensors(self.weight, self.bias, *self._held_codes())
+        codes = self._held_codes() if holds_current_casts(self) else cast_weight(self.weight.detach())
+        return BlockTensors(self.weight, self.bias, *codes)
 
     def reference(self, x: Tensor) -> Tensor:
         """The block in high precision, without the norm in front of it."""
@@ -183,9 +184,6 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused that can be by itself."""
     require_input(x, blocks[0].weight)
-    for block in blocks:
-        if block.why_reference is None:
-            refresh_if_written(block)
     if spec is not None and x.numel() > 0 and _why_not_chained(blocks, entry) is None:
         return _run_fused(spec, blocks, x)
     x = x if entry is None else entry(x)

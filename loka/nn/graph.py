@@ -5,13 +5,18 @@ symbolic trace (``graph_trace``), which needs no example and covers the parts of
 """
 
 import copy
-from collections.abc import Iterator
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules import activation, batchnorm, dropout, instancenorm
 
@@ -30,6 +35,9 @@ class Kind(StrEnum):
     INPUT = "input"
     OUTPUT = "output"  # of the whole model
     UNKNOWN = "unknown"  # a part of the model that could not be traced
+
+
+KEPT = "attribute"  # the name of the call that reads what forward leaves in attributes of its modules
 
 
 class Method(StrEnum):
@@ -87,6 +95,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 _NORM_FUNCTIONS = {name for name in functional.__dict__ if name.endswith("_norm")}
 _ACTIVATION_FUNCTIONS = {name.lower() for name in activation.__all__}  # written without underscores
+_COLLECTIONS = (dict, OrderedDict, defaultdict, list, deque, set)
 _SHAPES = {"contiguous", "flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"}
 _COPIES = {"bfloat16", "clone", "data", "detach", "double", "float", "half", "to", "type", "type_as"}
 
@@ -138,17 +147,45 @@ def plain_name(function: str) -> str:
 
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass does to the modules themselves: attributes it sets, buffers it updates."""
-    tables = [module.__dict__ for module in model.modules()]
-    # Among the attributes are the tables of parameters, buffers and children, and the user's own lists and dicts.
-    tables += [value for table in tables for value in table.values() if type(value) in (dict, list)]
+    """Undo what a forward pass does to the modules themselves: attributes it sets, buffers, and what else they hold that it
+    updates in place: tensors, generators, collections. Parameters are not copied: a forward pass reads them."""
+    tables: list[Any] = [module.__dict__ for module in model.modules()]
+    # Among the attributes are the tables of parameters, buffers and children, and the user's own collections.
+    tables += [value for table in tables for value in table.values() if type(value) in _COLLECTIONS]
     tables_before = [(table, copy.copy(table)) for table in tables]
+    held = {id(value): value for table in tables for value in (table.values() if isinstance(table, dict) else table)}
     buffers_before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    tensors_before = [(value, value._version, value.detach().clone()) for value in held.values() if _is_own_tensor(value)]
+    generators_before = [(value, value.get_state()) for value in held.values() if isinstance(value, torch.Generator)]
     try:
         yield
     finally:
         for table, before in tables_before:
             table.clear()
-            table.extend(before) if isinstance(table, list) else table.update(before)
+            table.extend(before) if isinstance(table, list | deque) else table.update(before)
         for buffer, before in buffers_before:
             buffer.data.copy_(before)
+        for tensor, version, before in tensors_before:
+            if tensor._version != version:
+                tensor.data.copy_(before)
+        for generator, state in generators_before:
+            generator.set_state(state)
+
+
+def _is_own_tensor(value: object) -> TypeGuard[Tensor]:
+    """A plain tensor that a module holds by itself: no parameter, and not what autograd has made of one."""
+    return type(value) is Tensor and value.layout is torch.strided and value.grad_fn is None and not value.is_inference()
+
+
+@contextmanager
+def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Torch's random numbers, Python's, and numpy's where that is in use, go on behind it as if nobody had drawn any."""
+    numpy = sys.modules.get("numpy")
+    python_before, numpy_before = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_before)
+        if numpy:
+            numpy.random.set_state(numpy_before)

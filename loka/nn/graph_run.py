@@ -4,7 +4,7 @@ Tensors are followed by identity, so any Python between the calls will do: branc
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,23 +12,35 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from loka.nn.graph import Call, Graph, Kind, Method, kind_of_function, kind_of_module, left_as_it_was, plain_name
+from loka.nn.graph import (
+    KEPT,
+    Call,
+    Graph,
+    Kind,
+    Method,
+    kind_of_function,
+    kind_of_module,
+    left_as_it_was,
+    plain_name,
+    random_state_kept,
+)
+from loka.nn.unwrap import Arguments
 
 
-def record_run(model: nn.Module, example: tuple[Any, ...]) -> Graph:
-    """Run ``model(*example)`` once, without gradients, and return every call it made.
+def record_run(model: nn.Module, given: Arguments) -> Graph:
+    """Run ``model`` once on what is given, without gradients, and return every call it made.
 
-    Afterwards the model, its buffers and torch's random state are what they were. What the model raises is raised here.
+    Afterwards the model, its buffers and random states are what they were. What the model raises is raised here.
     """
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(left_as_it_was(model))
-        stack.enter_context(torch.random.fork_rng(_cuda_devices(model)))
+        stack.enter_context(random_state_kept(_cuda_devices(model)))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled part would make calls of its own
         recorder.watch_modules(stack)
         with recorder:
-            output = model(*example)
+            output = model(*given.args, **given.keywords)
         recorder.close(output)
     return Graph(tuple(recorder.calls), Method.RUN, {}, recorder.parameters_read)
 
@@ -56,6 +68,11 @@ class _Recorder(TorchFunctionMode):
 
     def close(self, output: object) -> None:
         reads = self._reads(list(_tensors_in(output)))
+        attributes = (value for module in self._model.modules() for value in vars(module).values())
+        held = (tensor for value in attributes for tensor in _tensors_in(value, depth=3))
+        kept = [self._maker[id(tensor)] for tensor in held if id(tensor) in self._maker]
+        if kept:  # by the modules, for whoever asks them later
+            self.calls.append(Call(Kind.OTHER, KEPT, False, "", tuple(dict.fromkeys(kept))))
         self.calls.append(Call(Kind.OUTPUT, "output", False, "", reads))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,19 +150,26 @@ def _name_of(function: Any) -> str:
     return getattr(getattr(function, "__self__", None), "__name__", name) if name == "__get__" else name
 
 
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples, mappings and dataclasses."""
+def _tensors_in(value: object, depth: int = 8) -> Iterator[Tensor]:
+    """Tensors in nested lists, tuples, mappings, dataclasses and objects of classes that are neither Python's nor torch's."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name, None))
+    elif depth:
+        for part in _parts_of(value):
+            yield from _tensors_in(part, depth - 1)
+
+
+def _parts_of(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, type | nn.Module):
+        return ()
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    is_theirs = type(value).__module__.partition(".")[0] not in ("builtins", "collections", "functools", "torch", "types")
+    return list(vars(value).values()) if is_theirs and hasattr(value, "__dict__") else ()
 
 
 def _cuda_devices(model: nn.Module) -> list[torch.device]:

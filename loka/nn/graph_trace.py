@@ -13,7 +13,7 @@ from typing import Any
 import torch.fx
 from torch import nn
 
-from loka.nn.graph import Call, Graph, Kind, Method, kind_of_function, kind_of_module, left_as_it_was, plain_name
+from loka.nn.graph import KEPT, Call, Graph, Kind, Method, kind_of_function, kind_of_module, left_as_it_was, plain_name
 
 # What these give is no tensor: reading it is not reading the values.
 _FACTS = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "size", "dim", "stride", "numel", "is_floating_point"}
@@ -37,6 +37,7 @@ class _Search:
 
     modules: dict[str, nn.Module]
     graphs: dict[str, torch.fx.Graph] = field(default_factory=dict)
+    kept: dict[str, list[torch.fx.Node]] = field(default_factory=dict)  # what forward put into attributes of modules
     untraceable: dict[str, str] = field(default_factory=dict)
 
     def is_leaf(self, name: str) -> bool:
@@ -71,7 +72,17 @@ class _Search:
             self.untraceable[name] = f"{type(error).__name__}: {_first_sentence(str(error))}"
             return False
         self.untraceable.pop(name, None)
+        proxies = (proxy for part in module.modules() for value in vars(part).values() for proxy in _proxies_in(value))
+        self.kept[name] = [proxy.node for proxy in proxies if proxy.node.graph is self.graphs[name]]
         return True
+
+
+def _proxies_in(value: object) -> Iterator[torch.fx.Proxy]:
+    if isinstance(value, torch.fx.Proxy):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _proxies_in(part)
 
 
 class _Tracer(torch.fx.Tracer):
@@ -142,6 +153,8 @@ class _GraphBuilder:
                 self._note_parameters(node, root, function)
                 if reads:  # otherwise it is made of shapes or parameters alone
                     maker[node] = self._add(kind_of_function(function, len(reads)), function, False, inside, reads)
+        if kept := [maker[node] for node in self._search.kept[root] if node in maker]:
+            self._add(Kind.OTHER, KEPT, False, root, tuple(dict.fromkeys(kept)))
         return list(dict.fromkeys(opaque))
 
     def _add_module(self, module: nn.Module, name: str, inside: str, reads: tuple[int, ...]) -> int:

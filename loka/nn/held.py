@@ -1,6 +1,7 @@
 """Modules that a model also reaches by other ways than their names: what is put in their place would not run there."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -8,19 +9,28 @@ from loka.core.errors import InvalidInput
 
 
 def refuse_held_in_lists(model: nn.Module, replaced: Iterable[nn.Module]) -> None:
-    """Raise where a plain list, tuple or dict of some module of ``model`` holds one that is about to be replaced: forward may
-    go through that, and on with the old module."""
+    """Raise where an attribute of some module of ``model`` that names no submodule, such as a plain list, holds one that is
+    about to be replaced: forward may go through that, and on with the old module."""
     wanted = {id(module) for module in replaced}
     names = {id(module): name for name, module in model.named_modules()}
     for owner_name, owner in model.named_modules():
         for attribute, value in vars(owner).items():
             if attribute in ("_modules", "_parameters", "_buffers"):
                 continue
-            inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-            found = next((names[id(item)] for item in inside if isinstance(item, nn.Module) and id(item) in wanted), None)
+            found = next((names[id(module)] for module in _modules_in(value) if id(module) in wanted), None)
             if found is not None:
                 where = f"{owner_name}.{attribute}" if owner_name else attribute
+                how = "put there past nn.Module" if isinstance(value, nn.Module) else f"a plain {type(value).__name__}"
                 raise InvalidInput(
-                    f"{found} is to be replaced, and {where}, a plain {type(value).__name__}, holds it too: forward would "
-                    f"go on with the old one. Make it an nn.ModuleList or nn.ModuleDict, or go by the modules' names"
+                    f"{found} is to be replaced, and {where}, {how}, holds it too: forward would go on with the old one. "
+                    f"Make it an nn.ModuleList or nn.ModuleDict, or go by the modules' names"
                 )
+
+
+def _modules_in(value: object, depth: int = 4) -> Iterator[nn.Module]:
+    """Those that a value is or holds, in collections inside of collections too; not those that they hold in their turn."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _modules_in(item, depth - 1)

@@ -15,9 +15,9 @@ from loka.kernels.transforms import TransformVectors, center_shift, checked_vect
 from loka.nn.site import run_site
 from loka.nn.weight_casts import (
     holds_casts_of,
+    holds_current_casts,
     keep_current,
     refresh_after_load,
-    refresh_if_written,
     rewrite_casts,
     state_without_casts,
     store_casts,
@@ -67,19 +67,17 @@ class LokaLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         require_input(input, self.weight)
-        refresh_if_written(self)
+        operands, vectors = self._held_casts() if holds_current_casts(self) else self._made_casts()
         x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
-        y_MN = run_site(self.executor, x_MK, self.weight, self.bias, self._weight_operands(), out_dtype, self._vectors())
+        y_MN = run_site(self.executor, x_MK, self.weight, self.bias, operands, out_dtype, vectors)
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
     @torch.inference_mode(False)  # in which a cast could not be written again outside of it
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there."""
-        weight_NK, features_K = self.weight.detach(), self._buffers["_transform_vector"]
-        vectors = None if features_K is None else TransformVectors(features_K)
-        casts = self._shift()
-        for index, operand in enumerate(cast(TensorName.W, weight_NK, self._cached_forms, vectors)):
+        weight_NK, casts = self.weight.detach(), self._shift()
+        for index, operand in enumerate(self._cast_weight()):
             assert operand.scale is not None
             casts |= {f"codes_{index}": operand.codes, f"scale_{index}": operand.scale}
         self._rewriter = rewriter_of(TensorName.W, weight_NK, self._cached_forms)
@@ -100,6 +98,20 @@ class LokaLinear(nn.Linear):
             self, weight_NK, lambda: rewriter.rewriting(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
         )
         store_casts(self, self._shift())
+
+    def _cast_weight(self) -> tuple[Operand, ...]:
+        features_K = self._buffers["_transform_vector"]
+        vectors = None if features_K is None else TransformVectors(features_K)
+        return tuple(cast(TensorName.W, self.weight.detach(), self._cached_forms, vectors))
+
+    @torch.no_grad()
+    def _made_casts(self) -> tuple[dict[Form, Operand], TransformVectors | None]:
+        """Of what stands in the weight's place, for one call."""
+        return dict(zip(self._cached_forms, self._cast_weight(), strict=True)), self._vectors(self._shift().get("shift"))
+
+    def _held_casts(self) -> tuple[dict[Form, Operand], TransformVectors | None]:
+        shift_N = stored_cast(self, "shift") if self.transform is Transform.CENTER else None
+        return self._weight_operands(), self._vectors(shift_N)
 
     def _shift(self) -> dict[str, Tensor]:
         """What a centered site adds behind its product, of the weight as it is."""
@@ -136,11 +148,8 @@ class LokaLinear(nn.Linear):
             operands[form] = Operand(codes, scale, outer, contraction, form.spec)
         return operands
 
-    def _vectors(self) -> TransformVectors | None:
-        if self.transform is Transform.NONE:
-            return None
-        shift_N = stored_cast(self, "shift") if self.transform is Transform.CENTER else None
-        return TransformVectors(self.get_buffer("_transform_vector"), shift_N)
+    def _vectors(self, shift_N: Tensor | None) -> TransformVectors | None:
+        return None if self.transform is Transform.NONE else TransformVectors(self.get_buffer("_transform_vector"), shift_N)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LokaLinear":
         """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""

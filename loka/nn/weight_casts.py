@@ -3,7 +3,8 @@
 A weight is cast once a step, not once a call. Its copies are refreshed after every optimizer step that moved it, after
 ``load_state_dict``, after ``.to()``, and by ``refresh``. Eager calls also see by its version, and by where it lies, that
 somebody else has written it, as an average of weights is; but the version does not move under ``.data`` writes, and cannot be
-read in a compiled graph.
+read in a compiled graph. A tensor that stands in the weight's place for a call, as ``functional_call`` puts it there, is cast
+for that call alone.
 """
 
 import weakref
@@ -24,9 +25,14 @@ class HoldsWeightCasts(Protocol):
 
 
 PREFIX = "_weight_"  # of the buffers that hold casts
-_CAST_OF = "_cast_of"  # the mark of the weight that was cast
+_CAST_OF = "_cast_of"  # the weight that was cast, and its mark
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _hook_installed = False
+
+
+class _CastOf(NamedTuple):
+    weight: weakref.ref[Tensor]  # its address alone may be another's by now
+    mark: tuple[int, int]
 
 
 class _Rewrite(NamedTuple):
@@ -58,16 +64,29 @@ def recast_after_step(model: nn.Module) -> None:
         holder.recast_after_step()
 
 
-def refresh_if_written(holder: Any) -> None:
-    """Cast the weight again if it is not the one that was cast; in eager calls, for compiled ones cannot tell."""
-    if not torch.compiler.is_compiling() and getattr(holder, _CAST_OF, None) != _mark_of(holder.weight):
+def holds_current_casts(holder: Any) -> bool:
+    """Whether the casts that are held are of the weight as it is; made again first if it was written. No other tensor in its
+    place is cast into them: a backward pass may still need them. Compiled calls cannot tell, and take it for granted."""
+    if torch.compiler.is_compiling():
+        return True
+    known: _CastOf | None = holder.__dict__.get(_CAST_OF)
+    if known is not None and known.weight() is not holder.weight:
+        return False
+    if known is None or known.mark != _mark_of(holder.weight):
         holder.refresh_weight_casts()
+    return True
 
 
 def _mark_of(weight: Tensor) -> tuple[int, int]:
     """What is another where a weight was written, or another put in its place. Tensors of other kinds may lie nowhere."""
     place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight)
     return place, 0 if weight.is_inference() else weight._version
+
+
+def _note_cast_of(module: nn.Module) -> None:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    module.__dict__[_CAST_OF] = _CastOf(weakref.ref(weight), _mark_of(weight))
 
 
 def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
@@ -85,7 +104,7 @@ def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
             _rewrites.pop(module, None)  # it would keep alive what lay there before
         else:
             held.copy_(cast)
-    module.__dict__[_CAST_OF] = _mark_of(module.weight)  # pyrefly: ignore[bad-argument-type]
+    _note_cast_of(module)
 
 
 def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
@@ -105,7 +124,7 @@ def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Calla
     if known is None or known.place != place:
         known = _rewrites[module] = _Rewrite(place, prepare())
     known.run()
-    module.__dict__[_CAST_OF] = _mark_of(weight)
+    _note_cast_of(module)
 
 
 def stored_cast(module: nn.Module, name: str) -> Tensor:
@@ -120,7 +139,7 @@ def drop_casts(module: nn.Module) -> None:
 
 def state_without_casts(module: nn.Module) -> dict[str, Any]:
     """What copies and pickles carry: the weight, from which casts are made again."""
-    state = module.__dict__.copy()
+    state = {name: value for name, value in module.__dict__.items() if name != _CAST_OF}
     state["_buffers"] = {name: buffer for name, buffer in module._buffers.items() if not name.startswith(PREFIX)}
     return state
 

@@ -8,18 +8,21 @@ from torch import nn
 
 from loka.nn.blocks import Block, FoundBlocks, find_blocks
 from loka.nn.graph import Kind
+from loka.nn.linear import LokaLinear, why_not_swapped
+from loka.nn.unwrap import Example, arguments_of
 from loka.probe.watch import Watch
 
 
-def blocks_of(model: nn.Module, seen: Watch) -> FoundBlocks:
-    """The blocks of ``model``, from one run on the batch that was seen, or traced where it cannot be run again."""
-    if seen.example is None:
+def blocks_of(model: nn.Module, seen: Watch, example: Example | None) -> FoundBlocks:
+    """The blocks of ``model``, from one run on the example or the batch that was seen, or traced where it cannot be run."""
+    given = seen.example if example is None else arguments_of(example)
+    if given is None:
         return find_blocks(model)
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     dtype = seen.example_autocast
     try:
         with torch.autocast(device, dtype) if dtype else nullcontext():
-            return find_blocks(model, seen.example)
+            return find_blocks(model, given)
     except Exception:  # the user's model may not run twice on one batch; a trace knows less, and says so
         return find_blocks(model)
 
@@ -35,6 +38,13 @@ def producers_of(found: FoundBlocks) -> Mapping[str, str]:
     return producers
 
 
-def notes_of(block: Block) -> tuple[str, ...]:
-    unsure = ("it is not known whether it is a head",) if block.is_head is None else ()
-    return (*block.notes, *unsure)
+def why_stays(module: nn.Linear, block: Block) -> str | None:
+    """Why nothing can stand in for the layer, or should: a head would stay, so what may be one does too."""
+    if not isinstance(module, LokaLinear) and (reason := why_not_swapped(module)):
+        return reason
+    if block.is_head is None and block.calls != 0:
+        return (
+            "may be a prediction head: who reads its output shows only in a run of forward, which failed or was not seen. "
+            "Give the Probe forward's arguments: Probe(model, example=…)"
+        )
+    return None

@@ -20,6 +20,7 @@ from loka.core.recipe import Format
 from loka.core.record import Record, SiteRecord
 from loka.kernels.device import device_of
 from loka.nn.blocks import Block, FoundBlocks, find_blocks
+from loka.nn.unwrap import Example, arguments_of, unwrapped
 from loka.numerics.formats import format_of
 from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
@@ -45,7 +46,9 @@ class Probe:
 
     Older samples fade with ``half_life`` (in samples), so that the Record speaks of the model as it is now; None keeps all
     alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
-    not tell.
+    not tell. Behind the first sample the model's forward is run once more, without gradients, to see who reads what: on the
+    batch of that sample, or on ``example``, its arguments in a tuple or by name in a dict, for a model that is trained by
+    other ways than its forward.
     """
 
     def __init__(
@@ -58,15 +61,19 @@ class Probe:
         half_life: float | None = 10.0,
         seed: int = 0,
         weights_over_time: bool = False,
+        example: Example | None = None,
     ) -> None:
         for name, value in (("every", every), ("rows", rows)):
             if value < 1:
                 raise InvalidInput(f"{name} must be at least 1, got {value}")
         if half_life is not None and not half_life > 0:
             raise InvalidInput(f"half_life must be above 0 samples, or None to forget nothing, got {half_life}")
+        if example is not None:
+            arguments_of(example)  # or it would be told behind the first step
+        self._example = example
         self.every = every
         self.steps_seen = 0
-        self._model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
+        self._model = unwrapped(model)
         self._sites = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
         if not self._sites:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
@@ -152,7 +159,7 @@ class Probe:
     def _take(self, seen: Watch) -> None:
         """Keep what a step showed, to be learned later; at once what is first seen, and what a device must be waited for."""
         if self._found is None:
-            self._found = blocks_of(self._model, seen)
+            self._found = blocks_of(self._model, seen, self._example)
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         all_finite = _all_finite(seen)

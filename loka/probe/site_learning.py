@@ -11,9 +11,8 @@ from loka.core.moments import Covariance
 from loka.core.record import SiteRecord
 from loka.core.statistics import Statistic
 from loka.nn.blocks import Block
-from loka.nn.linear import LokaLinear, why_not_swapped
 from loka.numerics.formats import format_of
-from loka.probe.facts import notes_of
+from loka.probe.facts import why_stays
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call
@@ -84,7 +83,7 @@ class SiteLearning:
             n=module.out_features,
             has_bias=module.bias is not None,
             is_head=bool(block.is_head),
-            stays=None if isinstance(module, LokaLinear) else why_not_swapped(module),
+            stays=why_stays(module, block),
             trains=self._trains,
             needs_dx=self._needs_dx,
             needs_dw=weight_learns(module),
@@ -98,7 +97,7 @@ class SiteLearning:
             entry=block.entry.module if block.entry else None,
             entry_block=block.entry.block if block.entry else None,
             bias_norms=self._bias_norms.numbers(),
-            notes=(*notes_of(block), *self._notes, *notes),
+            notes=(*block.notes, *self._notes, *notes),
             weight_format=format_of(weight_NK.dtype),
             weight_NK=_copy(weight_NK),
             bias_N=None if module.bias is None else _copy(module.bias),

@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from loka.nn.linear import input_of
+from loka.nn.unwrap import Arguments
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Watch:
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     dw_NK: dict[str, Tensor] = field(default_factory=dict)
-    example: tuple[Any, ...] | None = None
+    example: Arguments | None = None
     example_autocast: torch.dtype | None = None
 
     def trained_calls(self, site: str) -> list[Call]:
@@ -87,8 +87,8 @@ def _weight_hook(seen: Watch, name: str) -> Any:
 
 def _example_hook(seen: Watch) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if seen.example is None and not kwargs:
-            seen.example = args
+        if seen.example is None:
+            seen.example = Arguments(args, kwargs)
             device = next((p.device.type for p in module.parameters()), "cpu")
             seen.example_autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
@@ -96,8 +96,10 @@ def _example_hook(seen: Watch) -> Any:
 
 
 def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
-    def hook(module: nn.Linear, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
-        x = input_of(args, kwargs)
+    def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        x = args[0] if args else kwargs.get("input")
+        if not (_ends_in(x, module.in_features) and _ends_in(y, module.out_features)):
+            return  # a subclass that takes or gives something else
         x_MK = x.detach().reshape(-1, module.in_features)
         m = x_MK.shape[0]
         if not m:
@@ -109,6 +111,10 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
             y.register_hook(lambda dy: _take_gradient(call, dy, chosen_R))
 
     return hook
+
+
+def _ends_in(value: object, features: int) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[-1] == features
 
 
 def _take_gradient(call: Call, dy: Tensor, chosen_R: Tensor) -> None:

@@ -18,6 +18,21 @@ from loka.kernels.executor import SiteKernels
 DYNAMIC = dict.fromkeys(("bottom", "top.0", "top.2"), SiteKernels.same("onednn.int8_dynamic"))
 
 
+@pytest.mark.parametrize("kernels", [MIXED, DYNAMIC], ids=["training plan", "serving plan"])
+def test_what_is_applied_and_frozen_in_inference_mode_runs_and_loads_outside(kernels: dict) -> None:
+    model, other = tower(), tower()
+    with torch.inference_mode():
+        loka.apply_plan(model, plan_for(model, kernels, goal=Goal.SERVING if kernels is DYNAMIC else Goal.TRAINING))
+        loka.freeze(model)
+    x = batch(17)
+    model(x)
+    model.load_state_dict(other.state_dict())
+    loka.apply_plan(other, plan_for(other, kernels, goal=Goal.SERVING if kernels is DYNAMIC else Goal.TRAINING))
+    loka.freeze(other)
+    assert torch.equal(model(x), other(x))
+    assert not any(tensor.is_inference() for tensor in model.buffers())
+
+
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("kernels", [MIXED, DYNAMIC], ids=["training plan", "serving plan"])
 def test_a_frozen_model_gives_the_same_numbers_at_every_batch_size(kernels: dict, drop: bool) -> None:

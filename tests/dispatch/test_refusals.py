@@ -4,7 +4,8 @@ import contextlib
 import functools
 import json
 import operator
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -361,3 +362,20 @@ def test_a_module_that_a_plain_list_holds_too_is_not_replaced_in_vain(kind: type
     assert model.lower.bias is not None
     del model.order
     loka.apply_plan(model, plan_for(model, {"lower": ROWWISE}))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "how"),
+    [
+        (lambda model: [(model.lower, model.norm), (model.upper,)], "a plain list"),
+        (lambda model: OrderedDict(first={"layer": model.lower}), "a plain OrderedDict"),
+        (lambda model: deque([[model.lower]]), "a plain deque"),
+        (lambda model: model.lower, "put there past nn.Module"),
+    ],
+)
+def test_nor_one_that_is_hidden_deeper(hidden: Callable[[Listed], object], how: str) -> None:
+    model = Listed(list)
+    del model.order
+    model.__dict__["hidden"] = hidden(model)
+    with pytest.raises(InvalidInput, match=f"lower is to be replaced, and hidden, {how}, holds it too"):
+        loka.apply_plan(model, plan_for(model, {"lower": ROWWISE}))

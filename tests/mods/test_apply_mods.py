@@ -227,6 +227,23 @@ class TestKeep:
             loka.apply_mods(model, keep="*.x")
 
 
+def test_frozen_parts_are_left_alone() -> None:
+    """Nothing would be trained to make up for the change."""
+    model = nn.Sequential()
+    for name in ("tower", "top"):
+        parts = (nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU())
+        model.add_module(name, nn.Sequential(*parts))
+    model.add_module("head", nn.Linear(8, 1))
+    model.tower.requires_grad_(False)
+    x = torch.randn(4, 8)
+    expected = model.tower(x)
+    report = loka.apply_mods(model, example=(x,))
+    assert changed(report) == ["block_norm top.2", "hard_swish top.3", "no_bias top.0", "no_bias top.1"]
+    assert reasons(report)["hard_swish tower.3"].startswith("tower is frozen: nothing would be trained")
+    assert reasons(report)["no_bias tower.1"].startswith("tower.1 is frozen")
+    assert torch.equal(model.tower(x), expected)
+
+
 def test_a_model_that_no_longer_runs_is_as_it_was() -> None:
     class Casting(nn.Module):
         def __init__(self) -> None:

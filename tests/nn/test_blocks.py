@@ -329,7 +329,7 @@ def test_printed_it_reads_as_a_list_of_chains() -> None:
 
 def test_mistakes_are_named() -> None:
     model = nn.Sequential(nn.Linear(4, 1))
-    with pytest.raises(InvalidInput, match=r"example must be a tuple of forward's arguments, such as \(batch,\), got a Tensor"):
+    with pytest.raises(InvalidInput, match=r"example must be a tuple of forward's arguments, .*, got a Tensor"):
         find_blocks(model, torch.randn(2, 4))  # type: ignore[arg-type]
     with pytest.raises(UnknownName, match=r"the model has no site 'top'. It has: 0"):
         find_blocks(model).of("top")
@@ -415,3 +415,55 @@ def test_products_that_are_no_linear_layers_are_told(example: tuple[Tensor, ...]
     functions = ("einsum", "matmul", "bmm", "scaled_dot_product_attention")
     assert told >= {"MultiheadAttention in attention", "Conv1d in conv", *(f"{name} in the model" for name in functions)}
     assert not any(one.startswith("linear") for one in told)
+
+
+class Output:
+    """A user's own class for what a model gives."""
+
+    def __init__(self, logits: Tensor, extra: dict[str, Tensor]) -> None:
+        self.logits, self.extra = logits, extra
+
+
+class Keyed(nn.Module):
+    """Called by names, branching on a value, and giving an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, dense: Tensor, *, mask: Tensor) -> Output:
+        y = self.body(dense).relu()
+        y = y * mask if mask.sum() > 0 else y
+        return Output(self.head(y), {"aux": self.aux(y)})
+
+
+def test_arguments_by_name_and_outputs_of_any_class() -> None:
+    found = find_blocks(Keyed(), {"dense": torch.randn(5, 4), "mask": torch.ones(5, 1)})
+    assert {block.site: block.is_head for block in found} == {"body": False, "head": True, "aux": True}
+
+
+@pytest.mark.parametrize("with_example", [True, False])
+def test_what_modules_keep_for_later_has_a_reader(with_example: bool) -> None:
+    """For an auxiliary loss, say: a block would put the activation's output in place of the layer's."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.head = (nn.Linear(4, 4) for _ in range(4))
+            self.norm, self.act = nn.LayerNorm(4), nn.ReLU()
+            self.seen: dict[str, Tensor] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.pre = self.a(x)
+            normed = self.norm(self.pre)
+            self.seen["hidden"] = self.b(self.act(normed))
+            return self.head(torch.relu(self.c(self.seen["hidden"])))
+
+    model = Keeps()
+    found = find_blocks(model, (torch.randn(3, 4),) if with_example else None)
+    known = {block.site: (block.norm, block.activation, set(map(str, block.consumers))) for block in found}
+    assert known["a"] == (None, None, {"norm", "attribute"})
+    assert known["b"] == (None, None, {"c", "attribute"})
+    assert known["c"] == (None, Follower("relu", None), {"head"})
+    assert not hasattr(model, "pre")
+    assert model.seen == {}

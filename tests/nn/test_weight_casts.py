@@ -11,6 +11,7 @@ from emulated_block import emulate
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from loka.core.recipe import Transform
 from loka.kernels.executor import SiteKernels
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock
@@ -123,10 +124,40 @@ def test_an_average_of_models_is_run_by_its_own_weights() -> None:
     assert not torch.equal(averaged(x), model(x))
 
 
-def test_weights_of_a_functional_call_are_those_that_run() -> None:
-    layer = LokaLinear(32, 48, bias=False, kernels=SiteKernels.same("reference.rowwise"))
-    x, weight = torch.randn(10, 32), torch.randn(48, 32)
-    own = layer(x)
-    given = torch.func.functional_call(layer, {"weight": weight}, (x,))
-    assert (given - x @ weight.t()).norm() < 0.1 * given.norm()
-    assert torch.equal(layer(x), own)
+def _layer(transform: Transform) -> LokaLinear:
+    vector = None if transform is Transform.NONE else torch.full((32,), 2.0)
+    return LokaLinear.from_linear(nn.Linear(32, 48, bias=False), SiteKernels.same("reference.rowwise"), transform, vector)
+
+
+def _block(monkeypatch: pytest.MonkeyPatch) -> FusedBlock:
+    emulate(monkeypatch)
+    return FusedBlock(nn.Parameter(torch.randn(48, 32)), None, None, None)
+
+
+@pytest.mark.parametrize("kind", [*Transform, "block"])
+@pytest.mark.parametrize("as_parameters", [False, True])
+def test_weights_of_functional_calls_are_those_that_run(
+    kind: Transform | str, as_parameters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them, though the next may lie where the one before it lay; and backward has what forward had."""
+    module = _layer(kind) if isinstance(kind, Transform) else _block(monkeypatch)
+    make = nn.Parameter if as_parameters else torch.Tensor.clone
+    x = torch.randn(10, 32)
+    own = module(x)
+    for weight in torch.randn(5, 48, 32):
+        given = torch.func.functional_call(module, {"weight": make(weight)}, (x,))
+        assert (given - x @ weight.t()).norm() < 0.1 * given.norm()
+    assert torch.equal(module(x), own)
+
+    first, second = (torch.randn(48, 32).requires_grad_() for _ in range(2))
+    leaf = x.clone().requires_grad_()
+    outputs = [torch.func.functional_call(module, {"weight": weight}, (leaf,)) for weight in (first, second)]
+    own = module(leaf)
+    with torch.no_grad():
+        torch.func.functional_call(module, {"weight": make(first.detach())}, (x,))
+    (sum(outputs) + own).sum().backward()
+    expected = (first + second + module.weight).sum(0).expand(10, 32)
+    assert leaf.grad is not None
+    assert (leaf.grad - expected).norm() < 0.1 * expected.norm()
+    for weight in (first, second, module.weight):
+        assert (weight.grad - x.sum(0)).norm() < 0.15 * 48**0.5 * x.sum(0).norm()

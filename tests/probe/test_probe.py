@@ -1,9 +1,13 @@
 """What a Probe learns of a model that trains, and that the model does not notice."""
 
 import itertools
+import random
+from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -114,6 +118,121 @@ def test_a_parametrized_weight_is_read_without_a_trace() -> None:
     assert all(torch.equal(value, probed.state_dict()[name]) for name, value in plain.state_dict().items())
     assert Role.WGRAD in record.sites["0"].roles
     torch.testing.assert_close(record.sites["0"].weight_NK, probed[0].weight.detach(), atol=0.1, rtol=0)
+
+
+def test_training_is_the_same_whatever_forward_draws_and_keeps() -> None:
+    """Its second run, behind the first sample, leaves no trace in random numbers of any kind, nor in what modules hold."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 1)
+            self.generator = torch.Generator().manual_seed(3)
+            self.recent: deque[float] = deque(maxlen=3)
+            self.memory = torch.zeros(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if random.random() < 0.5 or np.random.rand() < 0.3:  # noqa: NPY002
+                    x = layer(x).relu()
+            x = x + torch.rand(6, generator=self.generator) + len(self.recent)
+            self.recent.append(x.mean().item())
+            self.memory.mul_(0.5).add_(x.detach().mean(0))
+            return self.head(x + self.memory)
+
+    def train(*, probed: bool) -> list[float]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        model = Odd()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        probe = loka.Probe(model, every=2) if probed else None
+        losses = []
+        for x_MK in torch.randn(5, 8, 6):
+            with probe.step() if probe else nullcontext():
+                loss = model(x_MK).square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert train(probed=True) == train(probed=False)
+
+
+def test_a_model_that_is_called_by_names_or_not_by_its_forward() -> None:
+    class Keyed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, *, dense: Tensor) -> Tensor:
+            y = self.body(dense).relu()
+            return self.head(y if y.sum() > -1 else -y)
+
+        def training_step(self, dense: Tensor) -> Tensor:
+            return self(dense=dense).sum() if self.training else self.forward(dense=dense).sum()
+
+    def probed(trains: bool, **options: object) -> Record:
+        model = Keyed().train(trains)
+        probe = loka.Probe(model, every=1, **options)
+        with probe.step():
+            model.training_step(torch.randn(8, 4)).backward()
+        return probe.record()
+
+    by_name = probed(trains=True)
+    assert {name: (site.is_head, site.stays) for name, site in by_name.sites.items()} == {
+        "body": (False, None), "head": (True, None),
+    }  # fmt: skip
+    past = probed(trains=False)  # nobody calls the model itself
+    assert all(site.stays and "may be a prediction head" in site.stays for site in past.sites.values())
+    told = probed(trains=False, example={"dense": torch.randn(2, 4)})
+    assert {name: (site.is_head, site.stays) for name, site in told.sites.items()} == {
+        "body": (False, None), "head": (True, None),
+    }  # fmt: skip
+    with pytest.raises(InvalidInput, match="example must be a tuple"):
+        loka.Probe(Keyed(), example=torch.randn(2, 4))
+
+
+def test_subclasses_that_take_or_give_something_else_are_passed_by() -> None:
+    class Two(nn.Linear):
+        def forward(self, mask: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), mask
+
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.two, self.named, self.head = Two(4, 4), Named(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.named(x=self.two(torch.ones(1), x)[0]))
+
+    model = Model()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(8, 4)).sum().backward()
+    record = probe.record()
+    assert [(site.calls, bool(site.stays)) for site in record.sites.values()] == [({}, True), ({}, True), ({8: 1.0}, False)]
+
+
+def test_the_model_inside_a_wrapper_is_probed_by_its_own_names() -> None:
+    class Wrapper(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)
+
+    model = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(8, 4)).sum().backward()
+    assert {name: site.is_head for name, site in probe.record().sites.items()} == {"0": False, "1": True}
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")

@@ -1,0 +1,43 @@
+"""The user's own model and the arguments of a call, whatever they come wrapped in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from loka.core.errors import InvalidInput
+
+Example = tuple[Any, ...] | Mapping[str, Any]  # arguments of forward: in their order, or by name
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Those of one call."""
+
+    args: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+def arguments_of(example: Example | Arguments) -> Arguments:
+    if isinstance(example, Arguments):
+        return example
+    if isinstance(example, tuple):
+        return Arguments(example)
+    if isinstance(example, Mapping) and all(isinstance(name, str) for name in example):
+        return Arguments(keywords=example)
+    raise InvalidInput(
+        f"example must be a tuple of forward's arguments, such as (batch,), or a dict of them by name, "
+        f"got a {type(example).__name__}"
+    )
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside torch.compile's and DistributedDataParallel's."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod  # pyrefly: ignore[bad-assignment]
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
