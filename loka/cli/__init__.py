@@ -1,5 +1,7 @@
 """The command line: every command is a thin call of the library, and imports torch when it runs, not before."""
 
+import io
+import signal
 import sys
 
 from cyclopts import App, Group
@@ -34,9 +36,20 @@ app.command(bench.app)
 
 
 def main() -> None:
-    """Run the command line; a user's mistake prints one message and exits with 1, never a traceback."""
+    """Run the command line; a user's mistake or a full disk prints one message and exits with 1, never a traceback. Asked to
+    end, by SIGTERM, it stops as by Ctrl-C: what was done so far is kept."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no ×
     try:
         app()
-    except LokaError as error:
+    except BrokenPipeError:
+        raise
+    except (LokaError, OSError) as error:
         print(f"loka: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _interrupt(signal_number: int, frame: object) -> None:
+    raise KeyboardInterrupt

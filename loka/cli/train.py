@@ -35,9 +35,18 @@ def train(config: Annotated[TrainConfig, Parameter(name="*")], *, resume: bool =
     try:
         result = run(config, resume=resume, progress=for_this_output())
     except KeyboardInterrupt:
-        print(f"\nstopped: continue from the newest checkpoint in {config.out} with --resume", file=sys.stderr)
+        print(f"\nstopped: {_how_to_go_on(config)}", file=sys.stderr)
         sys.exit(130)
     _print_summary(config, result)
+
+
+def _how_to_go_on(config: TrainConfig) -> str:
+    from loka.train.checkpoint import list_checkpoints
+    from loka.train.run_folder import RunFolder
+
+    if list_checkpoints(RunFolder(config.out or "run").checkpoints):
+        return f"continue from the newest checkpoint in {config.out} with --resume"
+    return f"there is no checkpoint in {config.out} yet (--checkpoint-every {config.checkpoint_every}): --resume begins again"
 
 
 def _applied(result: "TrainResult") -> str:
@@ -68,4 +77,5 @@ def _print_summary(config: TrainConfig, result: "TrainResult") -> None:
     if config.plan:
         print(f"  by {config.plan}: {_applied(result)}")
     print(f"  {config.out}/metrics.jsonl  {config.out}/summary.json  {config.out}/checkpoints/")
-    print(f"To train on: the same command with --resume and more than --steps {result.steps}")
+    if not config.decay_steps:  # the line down to 0 would begin elsewhere
+        print(f"To train on: the same command with --resume and more than --steps {result.steps}")

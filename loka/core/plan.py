@@ -1,6 +1,7 @@
 """The Plan: the kernel chosen for every site and role, with the numbers and the reason, chosen or not."""
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +17,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.recipe import Format, Transform
 from loka.core.survey import Struct
-from loka.core.vectors import read_vectors, write_vectors
+from loka.core.vectors import read_vectors, vectors_beside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,8 +192,8 @@ class Plan:
     def save(self, run: str | Path) -> Path:
         """Write plan.json, and plan.safetensors where there are vectors, into the folder ``run``; returns the former."""
         folder = Path(run)
-        write_vectors(folder / "plan.safetensors", self.vectors)
-        write_document(folder / "plan.json", SCHEMA, self.document)
+        with vectors_beside(folder / "plan.safetensors", self.vectors):
+            write_document(folder / "plan.json", SCHEMA, self.document)
         return folder / "plan.json"
 
     @classmethod
@@ -263,6 +264,9 @@ def _what_is_wrong(plan: Plan) -> str | None:
     """What a schema cannot say: sites named once, with a kernel; vectors of the right length; chains that lead to a block."""
     names = [site.site for site in plan.sites]
     blocks = {site.site for site in plan.sites if site.block}
+    for role in Role:
+        if not 0 < plan.document.max_error.get(role, 0.0) < math.inf:
+            return f"its max_error of {role} is no number above 0"
     for site in plan.sites:
         if names.count(site.site) > 1:
             return f"it names the site {site.site} twice"

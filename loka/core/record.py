@@ -21,6 +21,7 @@ from loka.core.gemm import Role
 from loka.core.moments import covariance_of, variance_of
 from loka.core.recipe import Format
 from loka.core.statistics import Rule, Statistic
+from loka.core.vectors import write_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from loka.core.sampling import Sampler
 
-SCHEMA = "loka.record/3"
+SCHEMA = "loka.record/4"
 FILE = "record.safetensors"
 SAME_DIRECTION = 0.9  # the cosine
 _MADE_BY = "loka probe WORKLOAD -o {}"
@@ -226,8 +227,6 @@ class Record:
 
     def save(self, run: str | Path) -> Path:
         """Write record.safetensors into the folder ``run``, whole or not at all."""
-        from safetensors.torch import save_file  # imports torch
-
         rules = {name: statistic.rule for site in self.sites.values() for name, statistic in site.statistics.items()}
         facts = tuple(
             SiteFacts(**{f.name: getattr(site, f.name) for f in dataclasses.fields(SiteFacts)}) for site in self.sites.values()
@@ -246,7 +245,7 @@ class Record:
         fields = {"schema": SCHEMA, **msgspec.to_builtins(document, str_keys=True)}
         path = Path(run) / FILE
         with atomic_path(path) as temporary:
-            save_file(self._tensors(), temporary, metadata={"document": msgspec.json.encode(fields).decode()})
+            write_tensors(temporary, self._tensors(), metadata={"document": msgspec.json.encode(fields).decode()})
         return path
 
     @classmethod
@@ -313,6 +312,12 @@ def _by_site(tensors: "dict[str, Tensor]", sites: list[str]) -> "dict[str, dict[
                 own[site]["/".join(parts[end:])] = tensor
                 break
     return own
+
+
+@migrates("loka.record/3")
+def _without_stays(fields: Fields) -> Fields:
+    """Its sites do not say that nothing can stand in for them: apply_plan will."""
+    return fields
 
 
 def _site(facts: SiteFacts, rules: dict[str, Rule], own: "dict[str, Tensor]", path: Path) -> SiteRecord:

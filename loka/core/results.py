@@ -8,7 +8,7 @@ import msgspec
 
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
-from loka.core.files import atomic_write
+from loka.core.files import atomic_write, require_folder
 
 SCHEMA = "loka.results/1"
 
@@ -32,13 +32,18 @@ class GatheredResults:
         self.json_path = path or Path(folder) / f"{environment.slug}-{name}.json"
         self._about = (name, environment, command)
         self.rows: dict[str, dict[str, Any]] = {}
+        require_folder(self.json_path.parent)  # before hours of work
         if self.json_path.exists():
             try:
-                self.rows = {row["key"]: row for row in msgspec.json.decode(self.json_path.read_bytes())["rows"]}
+                found = msgspec.json.decode(self.json_path.read_bytes())
+                self.rows = {row["key"]: row for row in found["rows"]}
+                kind = found["schema"], found["name"]
             except (msgspec.DecodeError, KeyError, TypeError) as error:
                 raise InvalidFile(
                     f"{self.json_path} holds no gathered results ({error}): move it away or name another"
                 ) from error
+            if kind != (SCHEMA, name):
+                raise InvalidFile(f"{self.json_path} holds {kind[1]} by {kind[0]}, not {name} by {SCHEMA}: name another file")
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         self.rows[key] = {"key": key, **row}

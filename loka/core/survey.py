@@ -3,6 +3,7 @@
 Times are medians in µs by M, the rows of a call. A plan adds them up: the casts a choice of kernels needs, and its GEMMs.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,15 +12,16 @@ import msgspec
 
 from loka.core.documents import Fields, migrates, read_document, write_document
 from loka.core.environment import Environment
+from loka.core.errors import InvalidFile
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role, TensorName
 from loka.core.recipe import Format, Transform
-from loka.core.vectors import read_vectors, write_vectors
+from loka.core.vectors import read_vectors, vectors_beside
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/3"  # 1 had no misread_backward: there is nothing to make it from
+SCHEMA = "loka.survey/4"  # 1 had no misread_backward: there is nothing to make it from
 Times = dict[int, float]  # M → µs
 
 
@@ -130,15 +132,27 @@ class Survey:
     def save(self, run: str | Path) -> Path:
         """Write survey.json, and survey.safetensors where there are vectors, into the folder ``run``; returns the former."""
         folder = Path(run)
-        write_vectors(folder / "survey.safetensors", self.vectors)
-        write_document(folder / "survey.json", SCHEMA, self.document)
+        with vectors_beside(folder / "survey.safetensors", self.vectors):
+            write_document(folder / "survey.json", SCHEMA, self.document)
         return folder / "survey.json"
 
     @classmethod
     def load(cls, run: str | Path) -> "Survey":
         folder = Path(run)
-        document = read_document(folder / "survey.json", SCHEMA, SurveyDocument, made_by=f"loka measure {run}")
+        path = folder / "survey.json"
+        document = read_document(path, SCHEMA, SurveyDocument, made_by=f"loka measure {run}")
+        for site in document.sites:
+            if not all(0 < calls < math.inf for calls in site.calls.values()):
+                raise InvalidFile(
+                    f"{path}: the calls of {site.site} are no numbers above 0. Make it again with `loka measure {run}`"
+                )
         return cls(document, read_vectors(folder / "survey.safetensors"))
+
+
+@migrates("loka.survey/3")
+def _without_stays(fields: Fields) -> Fields:
+    """Its sites do not say that nothing can stand in for them: apply_plan will."""
+    return fields
 
 
 @migrates("loka.survey/2")

@@ -1,5 +1,7 @@
-"""Named tensors beside a document, as safetensors. Nothing is ever unpickled."""
+"""Named tensors, alone or beside a document, as safetensors. Nothing is ever unpickled."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,19 +12,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def write_vectors(path: Path, vectors: "dict[str, Tensor]") -> None:
-    """Write ``vectors``; with none, remove what an earlier document left there."""
-    if not vectors:
-        path.unlink(missing_ok=True)
-        return
+def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: dict[str, str] | None = None) -> None:
+    """As safetensors has it; a full disk is an ``OSError`` here as everywhere."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file  # imports torch
 
+    try:
+        save_file(dict(tensors), path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path.parent} cannot be written to: {error}") from error
+
+
+@contextmanager
+def vectors_beside(path: Path, vectors: "Mapping[str, Tensor]") -> Iterator[None]:
+    """Write ``vectors`` to ``path``, or nothing where there are none, together with the document that is written inside: both
+    are replaced when both are on disk, or neither."""
+    if not vectors:
+        yield
+        path.unlink(missing_ok=True)  # what an earlier document left
+        return
     with atomic_path(path) as temporary:
-        save_file({name: vector.detach().cpu().contiguous() for name, vector in vectors.items()}, temporary)
+        write_tensors(temporary, {name: vector.detach().cpu().contiguous() for name, vector in vectors.items()})
+        yield
 
 
 def read_vectors(path: Path) -> "dict[str, Tensor]":
-    """What ``write_vectors`` wrote; nothing where there is no file."""
+    """What ``vectors_beside`` wrote; nothing where there is no file."""
     if not path.exists():
         return {}
     from safetensors import SafetensorError

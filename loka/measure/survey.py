@@ -7,6 +7,7 @@ import torch
 
 from loka.core.environment import Environment, current_environment
 from loka.core.errors import InvalidInput
+from loka.core.files import require_folder
 from loka.core.gemm import Role
 from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
@@ -51,6 +52,8 @@ def measure(
     every site and a measurement that was interrupted goes on; the finished Survey is saved there. Nothing a kernel does stops
     it: one that raises, hangs or returns nonsense is listed with its reason.
     """
+    if out is not None:
+        require_folder(out)
     where = device_named(str(device or "auto"))
     names = chosen_kernels(record, kernels, where)
     environment = current_environment(device_of(where))

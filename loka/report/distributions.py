@@ -42,7 +42,7 @@ def draw_distributions(record: "Record", plan: PlanDocument | None) -> tuple[Sit
             site.notes,
         )
         for name, site in record.sites.items()
-        if "binades" in site.statistics
+        if "binades" in site.statistics and "x_B" in site.statistics["binades"].tensors
     )
 
 
@@ -61,7 +61,7 @@ def histogram_of(counts_B: "Tensor | None") -> Histogram | None:
     """Counts by binade, zeros last, as shares from the first binade with a value on; None where every value is zero."""
     from loka.probe.statistics.binades import BINADES, LOWEST
 
-    if counts_B is None or not counts_B[:BINADES].any():
+    if counts_B is None or not counts_B.isfinite().all() or not counts_B[:BINADES].any():
         return None
     shares = (counts_B / counts_B.sum()).tolist()
     seen = [index for index, share in enumerate(shares[:BINADES]) if share > 0]

@@ -27,7 +27,7 @@ def gather_page(run: Run) -> Page:
     """Everything the page shows of ``run``."""
     high = str(dtype) if (dtype := _dtype(run)) else "high precision"
     return Page(
-        title=run.comparison.model if run.comparison else run.path.resolve().name,
+        title=run.comparison.model if run.comparison else run.path.resolve().name.encode(errors="replace").decode(),
         headline=headline(run),
         summary=summarize(run),
         tiles=tiles(run),

@@ -94,6 +94,9 @@ def read_run(run: str | Path) -> Run:
         others.append("training")  # of the models that were compared
     for part in others:
         lacks(part, f"{PARTS[part][0]} is of another model than {PARTS[newest][0]}")
+    for made_from, part in (("record", "survey"), ("survey", "plan")):
+        if made_from in models and part in models and part not in others and _is_older(path, part, than=made_from):
+            lacks(part, f"{PARTS[part][0]} is older than {PARTS[made_from][0]}: what is shown of it was made from another")
     if not training:
         lacks("training", "there is no metrics.jsonl")
     return Run(
@@ -105,6 +108,10 @@ def read_run(run: str | Path) -> Run:
         {} if "training" in others else training,
         tuple(missing),
     )
+
+
+def _is_older(path: Path, part: str, *, than: str) -> bool:
+    return (path / PARTS[part][0]).stat().st_mtime_ns < (path / PARTS[than][0]).stat().st_mtime_ns
 
 
 def _load_record(path: Path) -> "Record":
@@ -124,12 +131,14 @@ def _read_training(path: Path) -> dict[str, list[MetricsLine]]:
 
 def _read_metrics(file: Path) -> list[MetricsLine]:
     """Whole lines only: the last may have been cut off by a kill."""
-    if not file.exists():
+    if not file.is_file():
         return []
     lines = []
     for text in file.read_bytes().splitlines():
         try:
-            lines.append(msgspec.json.decode(text, type=MetricsLine))
+            line = msgspec.json.decode(text, type=MetricsLine)
         except msgspec.DecodeError:
             break
+        if line.window.examples > 0:
+            lines.append(line)
     return lines

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from loka.core.errors import InvalidFile
 from loka.core.files import atomic_path
+from loka.core.vectors import write_tensors
 
 SCHEMA = "loka.checkpoint/1"
 KEPT = 2  # the newest, and one more in case the newest is lost on its way to another disk
@@ -36,7 +36,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     path = folder / f"step-{checkpoint.header.step:09d}.safetensors"
     with atomic_path(path) as temporary:
         tensors = {name: tensor.detach().contiguous() for name, tensor in checkpoint.tensors.items()}
-        save_file(tensors, temporary, metadata={"loka": msgspec.json.encode(checkpoint.header).decode()})
+        write_tensors(temporary, tensors, metadata={"loka": msgspec.json.encode(checkpoint.header).decode()})
     for old in list_checkpoints(folder)[:-KEPT]:
         old.unlink()
     return path
@@ -62,7 +62,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             metadata = file.metadata() or {}
             header = _read_header(path, metadata.get("loka"))
             return Checkpoint(header, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise InvalidFile(f"{path} is truncated or not a safetensors file ({error}): {remedy}") from error
 
 

@@ -86,6 +86,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidInput(f"{name} must be at least {least}, got {value}")
+        if self.out == "":
+            raise InvalidInput("out is empty: name a folder (in Python, None writes nothing)")
         for name in ("lr", "embedding_lr"):
             if not getattr(self, name) > 0:
                 raise InvalidInput(f"{name} must be above 0, got {getattr(self, name)}")

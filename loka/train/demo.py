@@ -95,18 +95,18 @@ class _Demo:
         trainer, changes = self._trainer()
         self.stage.say(f"     {changes}")
         run = RunFolder(self.folder)
-        run.begin(trainer)
-        every = max(1, self.settings.probe_steps // 20)
-        probe = Probe(trainer.model.dense_part, every=every)
-        try:
-            self._run_steps(trainer, self.settings.probe_steps, run, probe)
-            if not probe.steps_seen:  # stopped between the last checkpoint and the record: look once more
-                with probe.step():
-                    trainer.step(next(self.data.train(self.config.batch_size, start=trainer.steps_done)))
-            record = probe.record()
-        finally:
-            probe.detach()
-        record.save(self.folder)
+        with run.begun(trainer):
+            every = max(1, self.settings.probe_steps // 20)
+            probe = Probe(trainer.model.dense_part, every=every)
+            try:
+                self._run_steps(trainer, self.settings.probe_steps, run, probe)
+                if not probe.steps_seen:  # stopped between the last checkpoint and the record: look once more
+                    with probe.step():
+                        trainer.step(next(self.data.train(self.config.batch_size, start=trainer.steps_done)))
+                record = probe.record()
+            finally:
+                probe.detach()
+            record.save(self.folder)
 
     def measure(self) -> Survey:
         """survey.json"""
@@ -170,11 +170,13 @@ class _Demo:
             self.stage.say(f"4/5  trained on {how}")
             if self._is_done(name):
                 continue
-            trainer = self._twin(name)
-            if name == PLANNED:
-                self._apply(self._training_plan, trainer.model)
-            with matmul_precision(trainer.config.precision):
-                self._run_steps(trainer, self.config.steps or 0, RunFolder(self.folder / "twins" / name))
+            trainer, _ = self._trainer(name)
+            _load_newest(trainer, self.folder)
+            run = RunFolder(self.folder / "twins" / name)
+            with run.begun(trainer), matmul_precision(trainer.config.precision):
+                if name == PLANNED:
+                    self._apply(self._training_plan, trainer.model)
+                self._run_steps(trainer, self.config.steps or 0, run)
 
     def compare(self) -> Comparison:
         """comparison.json"""
@@ -252,13 +254,6 @@ class _Demo:
         elif name == OTHER:
             config = replace(config, precision=Precision(self._other))
         return Trainer(model, config), str(changes).partition("\n")[0]
-
-    def _twin(self, name: str) -> Trainer:
-        """The twin to train on: at its newest checkpoint, or at the start."""
-        trainer, _ = self._trainer(name)
-        _load_newest(trainer, self.folder)
-        RunFolder(self.folder / "twins" / name).begin(trainer)
-        return trainer
 
     def _trained(self, name: str) -> Trainer:
         """The twin's weights in a model that runs in high precision."""

@@ -44,7 +44,7 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
     """
     progress = progress or Silent()
     device = resolve_device(config.device, config.precision)
-    folder = RunFolder(config.out) if config.out else None
+    folder = None if config.out is None else RunFolder(config.out)
     # Mistakes first, before data that may take minutes to read.
     if folder and not resume:
         folder.refuse_if_taken()
@@ -56,28 +56,27 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
         model = build_model(config.model, config.preset, data.schema, **config.model_options).to(device)
         adapt(model, config, data.train(config.batch_size))
         trainer, guard = Trainer(model, config), guard_of(model, config)
-        if folder:
-            folder.begin(trainer)
-        if guard:
-            guard.resume(trainer.steps_done, folder.given_back() if folder else ())
-        with progress:
-            progress.start(trainer.steps_done, steps)
+        with folder.begun(trainer) if folder else nullcontext():
             if guard:
-                run_steps(trainer, data, steps, folder, progress, guard.step, guard.events)
-            else:
-                run_steps(trainer, data, steps, folder, progress)
-        test = evaluate(model, data.test(config.batch_size), config.precision)
-    result = TrainResult(model, trainer.steps_done, trainer.lifetime.metrics(), test, data.bad_rows)
-    if folder:
-        folder.write_summary(
-            {
-                "steps": result.steps,
-                "lifetime": result.lifetime,
-                "test": result.test,
-                "bad_rows": result.bad_rows,
-                "config": asdict(config),
-            }
-        )
+                guard.resume(trainer.steps_done, folder.given_back() if folder else ())
+            with progress:
+                progress.start(trainer.steps_done, steps)
+                if guard:
+                    run_steps(trainer, data, steps, folder, progress, guard.step, guard.events)
+                else:
+                    run_steps(trainer, data, steps, folder, progress)
+            test = evaluate(model, data.test(config.batch_size), config.precision)
+            result = TrainResult(model, trainer.steps_done, trainer.lifetime.metrics(), test, data.bad_rows)
+            if folder:
+                folder.write_summary(
+                    {
+                        "steps": result.steps,
+                        "lifetime": result.lifetime,
+                        "test": result.test,
+                        "bad_rows": result.bad_rows,
+                        "config": asdict(config),
+                    }
+                )
     return result
 
 

@@ -8,11 +8,11 @@ data set gives the same batch again by its position; and one more forward pass w
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from loka.core.errors import LokaError
 from loka.core.files import atomic_path
+from loka.core.vectors import write_tensors
 from loka.data.batch import Batch
 
 _NEVER = torch.iinfo(torch.int64).max
@@ -85,4 +85,4 @@ def save_batch(path: Path, batch: Batch) -> None:
     """Write the batch's tensors under their field names."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in vars(batch).items() if isinstance(value, Tensor)}
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary)
+        write_tensors(temporary, tensors)

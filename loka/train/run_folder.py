@@ -1,7 +1,10 @@
 """The files of a run: ``metrics.jsonl``, ``checkpoints/`` and ``summary.json`` in one folder, consistent after any kill."""
 
+import fcntl
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +54,10 @@ class _GivenBack(msgspec.Struct):
         return GuardEvent(self.step, self.site, self.role, error, recorded, self.bound)
 
 
-class _GuardedRow(msgspec.Struct):
+class _Row(msgspec.Struct):
     """The part of a line that a resumed run needs."""
 
+    step: int
     given_back: tuple[_GivenBack, ...] = ()
 
 
@@ -70,15 +74,40 @@ class RunFolder:
         if self.metrics_file.exists() or list_checkpoints(self.checkpoints):
             raise InvalidInput(f"{self.path} holds a run already: continue it with --resume, or choose another --out")
 
-    def begin(self, trainer: Trainer) -> None:
-        """Make the folder ready: back at its newest checkpoint with ``trainer`` taken there, or empty where there is none."""
+    @contextmanager
+    def begun(self, trainer: Trainer) -> Iterator[None]:
+        """The folder made ready: back at its newest checkpoint with ``trainer`` taken there, or empty where there is none; and
+        nobody else's until the end."""
         require_folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.checkpoints)
-        checkpoints = list_checkpoints(self.checkpoints)
-        length = self._restore(trainer, checkpoints[-1]) if checkpoints else 0
         with self.metrics_file.open("ab") as file:
-            file.truncate(length)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
+            except BlockingIOError:
+                raise InvalidInput(
+                    f"another process is at the run in {self.path}: wait for it, or name another folder"
+                ) from None
+            remove_leftovers(self.checkpoints)
+            checkpoints = list_checkpoints(self.checkpoints)
+            if not checkpoints:
+                self._refuse_lost_checkpoints(trainer.steps_done + trainer.config.checkpoint_every)
+            file.truncate(self._restore(trainer, checkpoints[-1]) if checkpoints else 0)
+            yield
+
+    def _refuse_lost_checkpoints(self, first: int) -> None:
+        """A run that was stopped before its first checkpoint begins again; one that had some is not wiped out for it."""
+        steps_logged = max((row.step for row in self._rows()), default=0)
+        if steps_logged > first:
+            raise InvalidFile(
+                f"{self.metrics_file} has lines of {steps_logged} steps, and {self.checkpoints} no checkpoint to go on from: "
+                f"put the checkpoints back, or start afresh in another folder"
+            )
+
+    def _rows(self) -> Iterator[_Row]:
+        """The lines that are whole."""
+        for line in self.metrics_file.read_bytes().splitlines():
+            with suppress(msgspec.DecodeError):
+                yield msgspec.json.decode(line, type=_Row)
 
     def _restore(self, trainer: Trainer, path: Path) -> int:
         checkpoint = load_checkpoint(path)
@@ -93,8 +122,7 @@ class RunFolder:
 
     def given_back(self) -> list[GuardEvent]:
         """All that the Guard has returned to high precision up to here."""
-        lines = self.metrics_file.read_bytes().splitlines()
-        return [given.event() for line in lines for given in msgspec.json.decode(line, type=_GuardedRow).given_back]
+        return [given.event() for row in self._rows() for given in row.given_back]
 
     def append(self, row: LogRow) -> None:
         with self.metrics_file.open("ab") as file:

@@ -81,6 +81,9 @@ class Trainer:
         for full_name, tensor in tensors.items():
             part, _, name = full_name.partition("/")
             parts.setdefault(part, {})[name] = tensor
+        wanted = ("model", "dense_optimizer", "embedding_optimizer", "window", "lifetime", "random")
+        if lost := [part for part in wanted if part not in parts]:
+            raise InvalidFile(f"the checkpoint of step {steps_done} holds no {lost[0]}: delete it to go on from an older one")
         try:
             self.model.load_state_dict(parts["model"])
         except RuntimeError as error:

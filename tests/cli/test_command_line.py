@@ -1,12 +1,15 @@
 """What all commands have in common: help with an example, suggestions for typos, exit codes, and never a traceback."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from loka.cli import app
+from loka.cli import app, main
 
 COMMANDS = ("demo", "probe", "measure", "plan", "train", "report", "kernels")
 
@@ -53,3 +56,35 @@ def test_a_run_that_is_not_there_says_what_makes_it(command: str) -> None:
     assert done.stderr.startswith("loka: there is no ")
     assert "`loka " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device", "run/record.safetensors")
+
+    monkeypatch.setattr("loka.cli.app", full)
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert exited.value.code == 1
+    assert capsys.readouterr().err == "loka: [Errno 28] No space left on device: 'run/record.safetensors'\n"
+
+
+def test_to_be_asked_to_end_is_to_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("loka.cli.app", wait)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_terminal_that_lacks_a_letter_gets_another() -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    ran = subprocess.run([sys.executable, "-m", "loka", "kernels"], capture_output=True, env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert b"reference.rowwise" in ran.stdout

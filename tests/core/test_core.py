@@ -147,6 +147,16 @@ class TestResults:
             GatheredResults(tmp_path, "quality", self.environment, "command", path=path)
         assert path.read_bytes() == content
 
+    @pytest.mark.parametrize("other", [{"schema": "loka.results/99"}, {"name": "model"}])
+    def test_those_of_another_benchmark_or_schema_are_not_continued(self, tmp_path: Path, other: dict[str, str]) -> None:
+        first = GatheredResults(tmp_path, "quality", self.environment, "command")
+        first.add("a", {"x": 1})
+        fields = msgspec.json.decode(first.json_path.read_bytes()) | other
+        first.json_path.write_bytes(msgspec.json.encode(fields))
+        with pytest.raises(InvalidFile, match="name another file"):
+            GatheredResults(tmp_path, "quality", self.environment, "command")
+        assert msgspec.json.decode(first.json_path.read_bytes()) == fields
+
     def test_a_command_names_no_folder_of_this_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("sys.argv", ["/somewhere/bin/loka", "bench", "gemm", "--out", "/tmp/results"])
         assert current_command() == "loka bench gemm --out results"

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from planned_survey import BASELINE, ENVIRONMENT, baseline, candidate, site, survey
 
 import loka
@@ -95,3 +96,25 @@ def test_a_transform_without_its_vector_is_refused() -> None:
     own = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"), transform=Transform.CENTER)
     with pytest.raises(InvalidInput, match="the survey lacks the vector a/center: measure the record again"):
         loka.make_plan(survey(site("a", (*baseline({Role.FPROP: {M: 100.0}}), own))))
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of its files, for each is nothing without the other."""
+    transformed = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"), transform=Transform.CENTER)
+    centered = site("a", (*baseline({role: {M: 100.0} for role in Role}), transformed))
+    before = loka.make_plan(survey(centered, vectors={"a/center": torch.ones(64)}))
+    assert before.vectors
+    before.save(tmp_path)
+
+    def full(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    for other in (loka.make_plan(survey(fast("a"))), before):
+        with monkeypatch.context() as patched:
+            patched.setattr("loka.core.plan.write_document", full)
+            with pytest.raises(OSError, match="No space"):
+                other.save(tmp_path)
+        assert Plan.load(tmp_path).vectors.keys() == before.vectors.keys()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.safetensors"]
+    loka.make_plan(survey(fast("a"))).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

@@ -68,7 +68,7 @@ def test_without_a_survey_it_says_how_to_get_one(tmp_path: Path) -> None:
 def test_a_survey_from_before_norms_in_front_is_planned_from(surveyed: Path) -> None:
     path = surveyed / "survey.json"
     now = make_plan(Survey.load(surveyed))
-    path.write_text(path.read_text().replace("loka.survey/3", "loka.survey/2"))
+    path.write_text(path.read_text().replace("loka.survey/4", "loka.survey/2"))
     assert make_plan(Survey.load(surveyed)).document == now.document
     path.write_text(path.read_text().replace("loka.survey/2", "loka.survey/1"))
     with pytest.raises(InvalidFile, match=r"older schema loka.survey/1.*make it again with `loka measure"):

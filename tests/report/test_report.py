@@ -189,6 +189,48 @@ class TestIncompleteRuns:
         assert page.headline != "Nothing measured yet"
         render_page(page)
 
+    @pytest.mark.parametrize(
+        ("name", "before", "after"),
+        [
+            ("plan.json", '"wgrad": 0.2', '"wgrad": 0.0'),
+            ("plan.json", '"fprop": 0.2,', ""),
+            ("survey.json", '"calls": {', '"calls": {"7": 0.0, '),
+        ],
+    )
+    def test_so_is_one_with_numbers_that_cannot_be(self, whole_run: Path, name: str, before: str, after: str) -> None:
+        text = (whole_run / name).read_text()
+        assert before in text
+        (whole_run / name).write_text(text.replace(before, after))
+        page = gather_page(read_run(whole_run))
+        assert [part.part for part in page.missing] == [name.partition(".")[0]]
+        render_page(page)
+
+    def test_a_part_made_from_another_is_told(self, whole_run: Path, record) -> None:
+        """Probed again behind the plan: the same model, other values."""
+        assert gather_page(read_run(whole_run)).missing == ()
+        record.save(whole_run)
+        page = gather_page(read_run(whole_run))
+        (told,) = page.missing
+        assert (told.part, told.command) == ("survey", f"loka measure {whole_run}")
+        assert "survey.json is older than record.safetensors" in told.why
+        assert page.plan
+
+    def test_lines_without_examples_and_folders_in_place_of_files(self, whole_run: Path) -> None:
+        file = whole_run / "twins" / "high" / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text(re.sub(r'"examples": \d+', '"examples": 0', lines[0]) + "".join(lines[1:]))
+        assert len(read_run(whole_run).training["high"]) == len(lines) - 1
+        file.unlink()
+        file.mkdir()
+        assert "high" not in read_run(whole_run).training
+        write_report(whole_run)
+
+    def test_counts_that_are_not_finite_are_not_drawn(self) -> None:
+        counts = counts_by_binade(torch.randn(100, 4)).float()
+        assert histogram_of(counts) is not None
+        counts[0] = torch.nan
+        assert histogram_of(counts) is None
+
     def test_what_another_model_left_in_the_folder_is_not_taken_for_this_ones(self, whole_run: Path, record, survey) -> None:
         """`loka demo`, then one's own model is probed and measured, all into the default folder."""
         dataclasses.replace(record, fingerprint="fedcba9876543210").save(whole_run)

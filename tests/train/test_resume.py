@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from torch import Tensor
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.train.config import TrainConfig
 from loka.train.loop import train
+from loka.train.run_folder import RunFolder
+from loka.train.trainer import Trainer
 
 STEPS, EVERY = 240, 4
 COMMAND = (
@@ -140,6 +143,34 @@ def test_a_run_whose_learning_rate_falls_towards_its_end_cannot_move_the_end(pla
         train(small_config(planted, tmp_path, steps=8, decay_steps=2), resume=True)
 
 
+def test_a_run_is_one_process_at_a_time(planted, tmp_path):
+    config = small_config(planted, tmp_path, steps=4)
+    result = train(config)
+    trainer = Trainer(result.model, config)
+    with RunFolder(tmp_path).begun(trainer), pytest.raises(InvalidInput, match="another process is at the run"):
+        train(replace(config, steps=8), resume=True)
+    assert train(replace(config, steps=8), resume=True).steps == 8
+
+
+def test_a_run_that_lost_its_checkpoints_is_not_wiped_out(planted, tmp_path):
+    config = small_config(planted, tmp_path, steps=8, checkpoint_every=3, log_every=1)
+    train(config)
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(InvalidFile, match=r"has lines of 8 steps, and .*checkpoints no checkpoint to go on from"):
+        train(config, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+    (tmp_path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:3]) + '{"step": 4, "wind')
+    train(config, resume=True)  # as one that was killed before its first checkpoint
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
+
+
+def test_an_out_that_is_empty_is_refused(planted, tmp_path):
+    """As from a variable that is not set."""
+    with pytest.raises(InvalidInput, match="out is empty"):
+        replace(small_config(planted, tmp_path), out="")
+
+
 def newest(out: Path) -> Path:
     return max((out / "checkpoints").glob("step-*.safetensors"))
 
@@ -166,6 +197,18 @@ def add_unknown_field(path: Path) -> None:
     with_header(path, shards=8)
 
 
+def lose_a_part(path: Path) -> None:
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("dense_optimizer/")}
+    save_file(tensors, path, metadata=metadata)
+
+
+def make_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def rename_a_weight(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
@@ -190,6 +233,8 @@ def cut_metrics(path: Path) -> None:
         (make_newer, r"schema 'loka.checkpoint/2', this LoKA reads 'loka.checkpoint/1'"),
         (add_unknown_field, r"damaged header.*shards"),
         (rename_a_weight, r"weights do not fit the model[\s\S]*another_layer"),
+        (lose_a_part, r"holds no dense_optimizer: delete it"),
+        (make_a_folder, r"is truncated or not a safetensors file"),
         (cut_metrics, r"metrics.jsonl has lost lines"),
     ],
 )

@@ -24,7 +24,7 @@ function renderCurves(curves, width) {
   const lines = [...curves.curves, ...(curves.best ? [curves.best] : [])];
   const values = lines.flatMap((curve) => curve.log_loss);
   // The first steps of a run would flatten the rest: what lies far above the usual is cut off.
-  const sorted = values.slice().sort((a, b) => a - b);
+  const sorted = curves.curves.flatMap((curve) => curve.log_loss).sort((a, b) => a - b);
   const [usual, high] = [0.5, 0.9].map((part) => sorted[Math.floor(part * (sorted.length - 1))]);
   const settled = Math.min(sorted.at(-1), usual + 3 * (high - usual) || usual);
   const low = Math.min(...values);
@@ -55,6 +55,7 @@ function panel(svg, box, y, ticks, write, title) {
 }
 
 function line(steps, values, x, y, colour, dash) {
+  if (steps.length === 1) return draw("circle", { cx: x(steps[0]), cy: y(values[0]), r: 3, fill: colour });
   const points = steps.map((step, index) => `${x(step).toFixed(1)},${y(values[index]).toFixed(1)}`);
   return draw("polyline", { points: points.join(" "), fill: "none", stroke: colour, "stroke-width": 1.8, "stroke-dasharray": dash, "stroke-linejoin": "round", "clip-path": "url(#curve-box)" });
 }

@@ -12,6 +12,7 @@ function logScale([from, to], range) {
 
 // 1, 2 and 5 times powers of ten within the range; only powers of ten where that would crowd.
 function logTicks(from, to, most) {
+  if (!(from > 0 && to < Infinity)) return [];
   const ticks = (steps) => {
     const found = [];
     for (let power = Math.floor(Math.log10(from)); power <= Math.ceil(Math.log10(to)); power += 1)
