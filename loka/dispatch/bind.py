@@ -17,6 +17,8 @@ from loka.nn.linear import why_not_swapped
 
 def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
     """Why a planned site cannot run here as planned: its module, or a kernel that is missing. None where it can."""
+    if not site.site:
+        return "the layer is the model itself, in whose place nothing can be put: put it into another module"
     if reason := why_not_swapped(module) or _why_not_replaced(module):
         return reason
     if site.block is not None:

@@ -23,9 +23,12 @@ from loka.nn.site import no_autocast
 
 
 class Frozen(nn.Module):
-    """A linear layer without gradients by the codes of its weight, beside which the weight itself may be kept."""
+    """A linear layer without gradients by the codes of its weight, beside which the weight itself may be kept.
 
-    weight: Tensor | None
+    Where it is not, ``weight`` still says its shape, dtype and device, which forwards ask for; as values it has NaN alone.
+    """
+
+    weight: Tensor
     bias: Tensor | None
     codes: Tensor
     scale: Tensor
@@ -33,12 +36,23 @@ class Frozen(nn.Module):
     def __init__(self, module: PlannedLinear | FusedBlock, *, keep_weight: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = module.in_features, module.out_features
-        self.register_parameter("weight", module._parameters.get("weight") if keep_weight else None)
+        if keep_weight:
+            self.register_parameter("weight", module._parameters.get("weight"))
+        else:
+            self._stand_in_for(module.weight.shape, module.weight)
         self.register_parameter("bias", module._parameters.get("bias"))
         self.register_load_state_dict_post_hook(Frozen._recast_after_load)
 
+    @property
+    def has_weight(self) -> bool:
+        return "weight" in self._parameters
+
+    @torch.inference_mode(False)
+    def _stand_in_for(self, shape: torch.Size, like: Tensor) -> None:
+        self.__dict__["weight"] = torch.full((), torch.nan, dtype=like.dtype, device=like.device).expand(shape)
+
     def extra_repr(self) -> str:
-        dropped = "" if self.weight is not None else ", without its high-precision weight"
+        dropped = "" if self.has_weight else ", without its high-precision weight"
         return f"in_features={self.in_features}, out_features={self.out_features}{dropped}"
 
     def _require_servable(self, input: Tensor) -> None:
@@ -61,7 +75,7 @@ class Frozen(nn.Module):
     @torch.no_grad()
     def _recast_after_load(self, incompatible_keys: Any) -> None:
         """A checkpoint was loaded into the weight that was kept beside its codes. They are written where they lie."""
-        if self.weight is None:
+        if not self.has_weight:
             return
         for name, made in self._casts(self.weight.detach()).items():
             if made is not None:
@@ -75,6 +89,8 @@ class Frozen(nn.Module):
             moved = self._buffers[name]
             assert moved is not None
             self._buffers[name] = buffer.to(moved.device)
+        if not self.has_weight:
+            self._stand_in_for(self.weight.shape, fn(self.weight[:0]))
         return self
 
 
@@ -102,7 +118,7 @@ class FrozenLinear(Frozen):
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
         x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
-        if self.weight is not None and not self.rows.take(x_MK.shape[0]):
+        if self.has_weight and not self.rows.take(x_MK.shape[0]):
             return F.linear(input, self.weight, self.bias)
         with no_autocast(input):
             y_MN = self._multiply(x_MK, out_dtype)
@@ -154,7 +170,7 @@ class FrozenBlock(Frozen):
 
     def _reference(self, x: Tensor) -> Tensor:
         """What the kernels cannot run: empty batches, and any on another device."""
-        if self.weight is not None:
+        if self.has_weight:
             return block_reference(x, self.weight, self.bias, self.norm, self.activation)
         if not x.numel():
             return x.new_empty(*x.shape[:-1], self.out_features)

@@ -47,6 +47,30 @@ def test_a_frozen_model_gives_the_same_numbers_at_every_batch_size(kernels: dict
     assert torch.equal(copy.deepcopy(model)(batch(17)), expected[17])
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_forward_may_ask_for_the_weights_dtype_and_device(drop: bool) -> None:
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(24, 32), nn.Linear(32, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.first.weight.shape == (32, 24)
+            return self.head(self.first(x.to(self.first.weight.device, self.first.weight.dtype)))
+
+    model = Asking()
+    loka.apply_plan(model, plan_for(model, {"first": SiteKernels.same("onednn.int8_dynamic")}, goal=Goal.SERVING))
+    x = batch(17)
+    expected = model(x).detach()
+    loka.freeze(model, drop_high_precision=drop)
+    for each in (model, copy.deepcopy(model)):
+        assert torch.equal(each(x.double()), expected)
+        assert ("first.weight" in each.state_dict()) is not drop
+        assert each.first.weight.isnan().all().item() is drop
+        assert each.first.weight.untyped_storage().nbytes() == (4 if drop else 4 * 32 * 24)
+    assert model.to("meta").first.weight.device.type == "meta"
+
+
 def test_memory_saved_is_said_and_true() -> None:
     model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 1))
     keys = list(model.state_dict())

@@ -335,6 +335,13 @@ def test_a_plan_from_before_exact_forwards_is_read(saved: Path) -> None:
     assert Plan.load(older).sites == Plan.load(saved).sites
 
 
+def test_a_layer_that_is_the_model_is_told() -> None:
+    model = nn.Linear(24, 32)
+    with pytest.raises(KernelUnavailable, match="is the model itself, in whose place nothing can be put"):
+        loka.apply_plan(model, plan_for(model, {"": ROWWISE}))
+    assert type(model) is nn.Linear
+
+
 class Listed(nn.Module):
     """Forward goes by a list, beside which the modules have names too."""
 
