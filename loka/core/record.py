@@ -58,6 +58,7 @@ class SiteFacts:
     trains: bool  # a gradient of its output was seen
     calls: dict[int, float]  # M → calls in a step
     stays: str | None = None  # why nothing can stand in for it, whatever that would save
+    stays_serving: str | None = None  # the same when it serves
     norm: str | None = None  # the modules behind it that a block would absorb, and their classes
     norm_kind: str | None = None
     activation: str | None = None

@@ -93,6 +93,7 @@ class SiteSurvey(Struct, frozen=True):
     producer: str | None = None  # the block whose output is this site's input and nothing else's: a chain may hand on FP8
     notes: tuple[str, ...] = ()
     stays: str | None = None  # why nothing can stand in for it, whatever that would save
+    stays_serving: str | None = None  # the same when it serves
 
 
 class Ceiling(Struct, frozen=True):

@@ -15,7 +15,6 @@ from loka.dispatch.differences import (
     refuse_other_model,
     refuse_sharded,
 )
-from loka.dispatch.fast_path import passed_by
 from loka.dispatch.swap import (
     AppliedPlan,
     Swap,
@@ -27,6 +26,7 @@ from loka.dispatch.swap import (
     remember,
     required_applied,
 )
+from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
 from loka.nn.held import refuse_held_in_lists
 from loka.nn.unwrap import Example, unwrapped

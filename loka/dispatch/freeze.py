@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from loka.core.gemm import Role
-from loka.dispatch.fast_path import passed_by
 from loka.dispatch.frozen import Frozen, FrozenBlock, FrozenLinear
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import Swap, forget, put_back, put_in, required_applied
+from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
 from loka.nn.unwrap import unwrapped
 

@@ -230,4 +230,5 @@ def _site_survey(
         producer=site.producer,
         notes=(*site.notes, *notes),
         stays=site.stays,
+        stays_serving=site.stays_serving,
     )

@@ -52,6 +52,7 @@ class Study:
 def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
     costs = SiteCosts(site, limits.goal)
     stays = kept or ("a prediction head, and heads stay in high precision" if site.is_head else site.stays)
+    stays = stays or (site.stays_serving if limits.goal is Goal.SERVING else None)
     if not stays and not costs.is_measured:
         stays = _why_not_measured(site)
     if stays:

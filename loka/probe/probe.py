@@ -20,6 +20,7 @@ from loka.core.recipe import Format
 from loka.core.record import Record, SiteRecord
 from loka.kernels.device import device_of
 from loka.nn.blocks import Block, FoundBlocks, find_blocks
+from loka.nn.fast_path import passed_by
 from loka.nn.unwrap import Example, arguments_of, unwrapped
 from loka.numerics.formats import format_of
 from loka.probe.budget import plan_memory
@@ -143,9 +144,10 @@ class Probe:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
         self._learn_all()
         found = self._found or find_blocks(self._model)
-        producers = producers_of(found)
+        producers, passed = producers_of(found), passed_by(self._model)
         with _outside_autograd():
             sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
+        sites = {name: dataclasses.replace(site, stays_serving=passed.get(name)) for name, site in sites.items()}
         return Record(
             fingerprint=fingerprint((site.name, site.k, site.n, site.has_bias) for site in sites.values()),
             environment=current_environment(device_of(self._device)),

@@ -219,6 +219,28 @@ def test_subclasses_that_take_or_give_something_else_are_passed_by() -> None:
     assert [(site.calls, bool(site.stays)) for site in record.sites.values()] == [({}, True), ({}, True), ({8: 1.0}, False)]
 
 
+def test_layers_that_torch_passes_by_when_it_serves_are_planned_for_training_alone() -> None:
+    class Encoded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+            self.after, self.head = nn.Linear(32, 32), nn.Linear(32, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.after(self.encoder(x))))
+
+    model = Encoded()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(8, 4, 32)).sum().backward()
+    survey = loka.measure(probe.record(), kernels=["reference.rowwise"])
+    reasons = {site.site: site.reason for site in loka.make_plan(survey, goal="serving").sites}
+    assert "torch's fast path" in reasons["encoder.linear1"]
+    assert "torch's fast path" not in reasons["after"]
+    plan = loka.make_plan(survey, goal="training")
+    assert not any("fast path" in site.reason for site in plan.sites)
+
+
 def test_the_model_inside_a_wrapper_is_probed_by_its_own_names() -> None:
     class Wrapper(nn.parallel.DistributedDataParallel):
         def __init__(self, module: nn.Module) -> None:

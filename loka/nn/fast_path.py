@@ -2,8 +2,6 @@
 
 from torch import nn
 
-from loka.dispatch.differences import linear_sites
-
 
 def passed_by(model: nn.Module) -> dict[str, str]:
     """The sites whose stand-ins would not run without gradients in eval mode, with the reason."""
@@ -12,8 +10,8 @@ def passed_by(model: nn.Module) -> dict[str, str]:
     return {
         site: f"is inside {inside[id(module)]}, a TransformerEncoderLayer, which serves by torch's fast path: that reads "
         f"the weight without calling the layer"
-        for site, module in linear_sites(model).items()
-        if id(module) in inside
+        for site, module in model.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in inside
     }
 
 
