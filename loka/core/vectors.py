@@ -25,8 +25,8 @@ def write_tensors(path: Path, tensors: "Mapping[str, Tensor]", metadata: dict[st
 
 @contextmanager
 def vectors_beside(path: Path, vectors: "Mapping[str, Tensor]") -> Iterator[None]:
-    """Write ``vectors`` to ``path``, or nothing where there are none, together with the document that is written inside: both
-    are replaced when both are on disk, or neither."""
+    """Write ``vectors`` to ``path``, or nothing where there are none, together with the document that is written inside: what
+    was there is replaced when both are on disk."""
     if not vectors:
         yield
         path.unlink(missing_ok=True)  # what an earlier document left

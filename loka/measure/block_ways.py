@@ -22,6 +22,7 @@ from loka.measure.torchao_peer import quantize_for_serving
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_block import FusedBlock
+from loka.nn.fused_function import BlockTensors
 from loka.nn.fused_spec import BlockSpec, NormSpec, norm_spec
 from loka.nn.fused_steps import GradientNeeds, backward_block, forward_block, norm_input
 from loka.nn.site import Casts, run_site
@@ -117,12 +118,12 @@ def fused_in_chain(inputs: BlockInputs) -> Way:
     x, _ = norm_input(inputs.x_MK, norm, transposed=True, saved=False)
 
     def serve(turn: int) -> object:
-        w = blocks[turn % len(blocks)].tensors()
+        w = _codes(blocks[turn % len(blocks)])
         return forward_block(spec, x, w.codes_NK, w.scale_N, None, codes=True)
 
     def train(turn: int) -> object:
         block = blocks[turn % len(blocks)]
-        w = block.tensors()
+        w = _codes(block)
         forward = forward_block(spec, x, w.codes_NK, w.scale_N, None, codes=True, transposed=True, saved=True)
         gradients = backward_block(
             spec, inputs.dy_MN, forward.saved, x.factor, w.codes_KN, w.scale_KN,
@@ -132,6 +133,12 @@ def fused_in_chain(inputs: BlockInputs) -> Way:
         return gradients
 
     return Way(serve, train)
+
+
+def _codes(block: FusedBlock) -> BlockTensors:
+    tensors = block.tensors()
+    assert tensors is not None, block.why_reference
+    return tensors
 
 
 def site_on(kernel: str) -> Callable[[BlockInputs], Way]:

@@ -97,10 +97,15 @@ class FusedBlock(nn.Module):
         else:
             self.refresh_weight_casts()
 
-    def tensors(self) -> BlockTensors:
-        """What the fused kernels read."""
-        codes = self._held_codes() if holds_current_casts(self) else cast_weight(self.weight.detach())
-        return BlockTensors(self.weight, self.bias, *codes)
+    def tensors(self) -> BlockTensors | None:
+        """What the fused kernels read; None where they cannot run on the weight that is there now."""
+        if self.why_reference is not None:
+            return None
+        if holds_current_casts(self):
+            codes = None if self.why_reference else self._held_codes()  # it may have been made again, and found unable
+        else:
+            codes = None if why_not_here(self.weight.device, self.weight.dtype) else cast_weight(self.weight.detach())
+        return None if codes is None else BlockTensors(self.weight, self.bias, *codes)
 
     def reference(self, x: Tensor) -> Tensor:
         """The block in high precision, without the norm in front of it."""
@@ -184,20 +189,21 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused that can be by itself."""
     require_input(x, blocks[0].weight)
-    if spec is not None and x.numel() > 0 and _why_not_chained(blocks, entry) is None:
-        return _run_fused(spec, blocks, x)
+    tensors = [block.tensors() if x.numel() > 0 else None for block in blocks]
+    able = [of_block for of_block in tensors if of_block is not None]
+    if spec is not None and len(able) == len(blocks) and _why_not_chained(blocks, entry) is None:
+        return _run_fused(spec, able, x)
     x = x if entry is None else entry(x)
     results = []
-    for block in blocks:
+    for block, of_block in zip(blocks, tensors, strict=True):
         alone = _chain_spec((block,), None, (0,))
-        is_fused = alone is not None and x.numel() > 0 and block.why_reference is None
-        x = _run_fused(alone, (block,), x)[0] if is_fused else block.reference(x)
+        x = block.reference(x) if alone is None or of_block is None else _run_fused(alone, [of_block], x)[0]
         results.append(x)
     return tuple(results[index] for index in outputs)
 
 
-def _run_fused(spec: ChainSpec, blocks: Sequence[FusedBlock], x: Tensor) -> tuple[Tensor, ...]:
-    results = run_chain(spec, x.reshape(-1, x.shape[-1]), [block.tensors() for block in blocks], output_dtype(x))
+def _run_fused(spec: ChainSpec, tensors: list[BlockTensors], x: Tensor) -> tuple[Tensor, ...]:
+    results = run_chain(spec, x.reshape(-1, x.shape[-1]), tensors, output_dtype(x))
     return tuple(result.reshape(*x.shape[:-1], result.shape[-1]) for result in results)
 
 

@@ -153,9 +153,10 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     # Among the attributes are the tables of parameters, buffers and children, and the user's own collections.
     tables += [value for table in tables for value in table.values() if type(value) in _COLLECTIONS]
     tables_before = [(table, copy.copy(table)) for table in tables]
+    buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
     held = {id(value): value for table in tables for value in (table.values() if isinstance(table, dict) else table)}
-    buffers_before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    tensors_before = [(value, value._version, value.detach().clone()) for value in held.values() if _is_own_tensor(value)]
+    others = [value for key, value in held.items() if key not in buffers_before and _is_own_tensor(value)]
+    tensors_before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in others]
     generators_before = [(value, value.get_state()) for value in held.values() if isinstance(value, torch.Generator)]
     try:
         yield
@@ -163,7 +164,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         for table, before in tables_before:
             table.clear()
             table.extend(before) if isinstance(table, list | deque) else table.update(before)
-        for buffer, before in buffers_before:
+        for buffer, before in buffers_before.values():
             buffer.data.copy_(before)
         for tensor, version, before in tensors_before:
             if tensor._version != version:
@@ -173,8 +174,11 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _is_own_tensor(value: object) -> TypeGuard[Tensor]:
-    """A plain tensor that a module holds by itself: no parameter, and not what autograd has made of one."""
-    return type(value) is Tensor and value.layout is torch.strided and value.grad_fn is None and not value.is_inference()
+    """A plain tensor that a module holds by itself and may write: no parameter, not what autograd has made of one, and not one
+    value that stands for many."""
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_inference():
+        return False
+    return value.grad_fn is None and 0 not in value.stride()
 
 
 @contextmanager

@@ -161,7 +161,10 @@ def _tensors_in(value: object, depth: int = 8) -> Iterator[Tensor]:
 
 def _parts_of(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
-        return value.values()
+        try:
+            return list(value.values())
+        except Exception:  # a user's own class, such as a store that is closed by now
+            return ()
     if isinstance(value, list | tuple | set):
         return value
     if isinstance(value, type | nn.Module):

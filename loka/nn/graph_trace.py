@@ -77,12 +77,12 @@ class _Search:
         return True
 
 
-def _proxies_in(value: object) -> Iterator[torch.fx.Proxy]:
+def _proxies_in(value: object, depth: int = 3) -> Iterator[torch.fx.Proxy]:
     if isinstance(value, torch.fx.Proxy):
         yield value
-    elif isinstance(value, dict | list | tuple):
+    elif depth and isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _proxies_in(part)
+            yield from _proxies_in(part, depth - 1)
 
 
 class _Tracer(torch.fx.Tracer):

@@ -31,7 +31,7 @@ _hook_installed = False
 
 
 class _CastOf(NamedTuple):
-    weight: weakref.ref[Tensor]  # its address alone may be another's by now
+    weight: Tensor  # itself, for its address may be another's later; not by weakref, with which it could not be swapped
     mark: tuple[int, int]
 
 
@@ -65,14 +65,13 @@ def recast_after_step(model: nn.Module) -> None:
 
 
 def holds_current_casts(holder: Any) -> bool:
-    """Whether the casts that are held are of the weight as it is; made again first if it was written. No other tensor in its
-    place is cast into them: a backward pass may still need them. Compiled calls cannot tell, and take it for granted."""
-    if torch.compiler.is_compiling():
-        return True
-    known: _CastOf | None = holder.__dict__.get(_CAST_OF)
-    if known is not None and known.weight() is not holder.weight:
+    """Whether the casts that are held are of the weight as it is; made again first if it was written, of which compiled calls
+    know nothing. No other tensor in its place is cast into them: a backward pass may still need them."""
+    known: _CastOf = holder.__dict__[_CAST_OF]
+    weight = holder.weight
+    if known.weight is not weight:
         return False
-    if known is None or known.mark != _mark_of(holder.weight):
+    if not torch.compiler.is_compiling() and known.mark != _mark_of(weight):
         holder.refresh_weight_casts()
     return True
 
@@ -86,7 +85,7 @@ def _mark_of(weight: Tensor) -> tuple[int, int]:
 def _note_cast_of(module: nn.Module) -> None:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    module.__dict__[_CAST_OF] = _CastOf(weakref.ref(weight), _mark_of(weight))
+    module.__dict__[_CAST_OF] = _CastOf(weight, _mark_of(weight))
 
 
 def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:

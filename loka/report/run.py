@@ -96,7 +96,7 @@ def read_run(run: str | Path) -> Run:
         lacks(part, f"{PARTS[part][0]} is of another model than {PARTS[newest][0]}")
     for made_from, part in (("record", "survey"), ("survey", "plan")):
         if made_from in models and part in models and part not in others and _is_older(path, part, than=made_from):
-            lacks(part, f"{PARTS[part][0]} is older than {PARTS[made_from][0]}: what is shown of it was made from another")
+            lacks(part, f"{PARTS[part][0]} is older than {PARTS[made_from][0]}: what is shown of it may be of an earlier one")
     if not training:
         lacks("training", "there is no metrics.jsonl")
     return Run(

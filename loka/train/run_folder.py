@@ -1,12 +1,16 @@
 """The files of a run: ``metrics.jsonl``, ``checkpoints/`` and ``summary.json`` in one folder, consistent after any kill."""
 
+import errno
 import fcntl
+import logging
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -26,6 +30,8 @@ from loka.train.checkpoint import (
 )
 from loka.train.metrics import Metrics
 from loka.train.trainer import Trainer
+
+logger = logging.getLogger("loka")
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,6 @@ class _GivenBack(msgspec.Struct):
 class _Row(msgspec.Struct):
     """The part of a line that a resumed run needs."""
 
-    step: int
     given_back: tuple[_GivenBack, ...] = ()
 
 
@@ -69,6 +74,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.summary_file = self.path / "summary.json"
+        self.lost_metrics_file = self.path / "metrics.lost.jsonl"  # of a run that had to begin again
 
     def refuse_if_taken(self) -> None:
         if self.metrics_file.exists() or list_checkpoints(self.checkpoints):
@@ -81,33 +87,24 @@ class RunFolder:
         require_folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         with self.metrics_file.open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with the process, however that ends
-            except BlockingIOError:
-                raise InvalidInput(
-                    f"another process is at the run in {self.path}: wait for it, or name another folder"
-                ) from None
+            self._lock(file)
             remove_leftovers(self.checkpoints)
             checkpoints = list_checkpoints(self.checkpoints)
-            if not checkpoints:
-                self._refuse_lost_checkpoints(trainer.steps_done + trainer.config.checkpoint_every)
+            if not checkpoints and file.tell():  # stopped before its first, or it has lost them
+                shutil.copy(self.metrics_file, self.lost_metrics_file)
             file.truncate(self._restore(trainer, checkpoints[-1]) if checkpoints else 0)
             yield
 
-    def _refuse_lost_checkpoints(self, first: int) -> None:
-        """A run that was stopped before its first checkpoint begins again; one that had some is not wiped out for it."""
-        steps_logged = max((row.step for row in self._rows()), default=0)
-        if steps_logged > first:
-            raise InvalidFile(
-                f"{self.metrics_file} has lines of {steps_logged} steps, and {self.checkpoints} no checkpoint to go on from: "
-                f"put the checkpoints back, or start afresh in another folder"
-            )
-
-    def _rows(self) -> Iterator[_Row]:
-        """The lines that are whole."""
-        for line in self.metrics_file.read_bytes().splitlines():
-            with suppress(msgspec.DecodeError):
-                yield msgspec.json.decode(line, type=_Row)
+    def _lock(self, file: IO[bytes]) -> None:
+        """For this process, until it closes the file or ends, however it ends."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidInput(f"another process is at the run in {self.path}: wait for it, or name another folder") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            logger.warning("%s lies where files cannot be locked: see that one process alone is at it", self.path)
 
     def _restore(self, trainer: Trainer, path: Path) -> int:
         checkpoint = load_checkpoint(path)
@@ -122,7 +119,11 @@ class RunFolder:
 
     def given_back(self) -> list[GuardEvent]:
         """All that the Guard has returned to high precision up to here."""
-        return [given.event() for row in self._rows() for given in row.given_back]
+        events = []
+        for line in self.metrics_file.read_bytes().splitlines():
+            with suppress(msgspec.DecodeError):
+                events += [given.event() for given in msgspec.json.decode(line, type=_Row).given_back]
+        return events
 
     def append(self, row: LogRow) -> None:
         with self.metrics_file.open("ab") as file:

@@ -467,3 +467,18 @@ def test_what_modules_keep_for_later_has_a_reader(with_example: bool) -> None:
     assert known["c"] == (None, Follower("relu", None), {"head"})
     assert not hasattr(model, "pre")
     assert model.seen == {}
+
+
+@pytest.mark.parametrize("with_example", [True, False])
+def test_whatever_modules_hold_is_no_hindrance(with_example: bool) -> None:
+    class Closed(dict):
+        def values(self):  # type: ignore[no-untyped-def,override]
+            raise RuntimeError("the store is closed")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    model.config = {"name": "x"}  # type: ignore[assignment]
+    model.config["self"] = model.config  # type: ignore[index]
+    if with_example:
+        model.store = Closed(a=1)  # type: ignore[assignment]
+    found = find_blocks(model, (torch.randn(3, 4),) if with_example else None)
+    assert lines(found) == ["0 → ReLU ⇒ 2", "2 ⇒ output"]

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from loka.core.recipe import Transform
 from loka.kernels.executor import SiteKernels
+from loka.nn import fused_block
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock
 from loka.nn.linear import LokaLinear
@@ -161,3 +162,47 @@ def test_weights_of_functional_calls_are_those_that_run(
     assert (leaf.grad - expected).norm() < 0.1 * expected.norm()
     for weight in (first, second, module.weight):
         assert (weight.grad - x.sum(0)).norm() < 0.15 * 48**0.5 * x.sum(0).norm()
+
+
+def test_so_are_those_of_compiled_functional_calls() -> None:
+    module = nn.Sequential(_layer(Transform.NONE))
+    run = torch.compile(
+        lambda weight, x: torch.func.functional_call(module, {"0.weight": weight}, (x,)), backend="aot_eager", fullgraph=True
+    )
+    x = torch.randn(10, 32)
+    for weight in torch.randn(3, 48, 32):
+        assert (run(weight, x) - x @ weight.t()).norm() < 0.1 * (x @ weight.t()).norm()
+
+
+def test_a_weight_can_be_swapped() -> None:
+    layer, x = _layer(Transform.NONE), torch.randn(10, 32)
+    other = nn.Parameter(torch.randn(48, 32))
+    expected = x @ other.t()
+    layer(x)
+    torch.utils.swap_tensors(layer.weight, other)
+    assert (layer(x) - expected).norm() < 0.1 * expected.norm()
+
+
+def _assigned(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    module.weight = nn.Parameter(weight)
+    return module(x)
+
+
+def _moved(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    module.weight.data = weight  # type: ignore[union-attr]
+    return module(x)
+
+
+def _called(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    return torch.func.functional_call(module, {"weight": weight}, (x,))
+
+
+@pytest.mark.parametrize("give", [_assigned, _moved, _called])
+def test_a_block_whose_weight_its_kernels_cannot_take_runs_in_high_precision(
+    give: Callable[[nn.Module, Tensor, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = _block(monkeypatch)
+    block(torch.randn(10, 32))
+    monkeypatch.setattr(fused_block, "why_not_here", lambda device, dtype: "no" if dtype is torch.float64 else None)
+    weight, x = torch.randn(48, 32, dtype=torch.float64), torch.randn(10, 32, dtype=torch.float64)
+    torch.testing.assert_close(give(block, weight, x), x @ weight.t())

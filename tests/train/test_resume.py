@@ -1,5 +1,7 @@
 """A run that is stopped, even killed, and resumed is the run that was never stopped: to the bit, on the CPU."""
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -157,12 +159,19 @@ def test_a_run_that_lost_its_checkpoints_is_not_wiped_out(planted, tmp_path):
     train(config)
     lines = (tmp_path / "metrics.jsonl").read_text()
     shutil.rmtree(tmp_path / "checkpoints")
-    with pytest.raises(InvalidFile, match=r"has lines of 8 steps, and .*checkpoints no checkpoint to go on from"):
-        train(config, resume=True)
-    assert (tmp_path / "metrics.jsonl").read_text() == lines
-    (tmp_path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:3]) + '{"step": 4, "wind')
-    train(config, resume=True)  # as one that was killed before its first checkpoint
+    train(config, resume=True)
+    assert (tmp_path / "metrics.lost.jsonl").read_text() == lines
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.ENOLCK])
+def test_where_files_cannot_be_locked_it_is_said(planted, tmp_path, monkeypatch, caplog, reason):
+    def flock(file: object, how: int) -> None:
+        raise OSError(reason, "not here")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert train(small_config(planted, tmp_path, steps=4)).steps == 4
+    assert "files cannot be locked" in caplog.text
 
 
 def test_an_out_that_is_empty_is_refused(planted, tmp_path):
