@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from shlex import quote
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -43,4 +44,4 @@ def demo(
     path = write_report(out)
     print(f"\n{headline(read_run(out))}  ({time.monotonic() - begin:.0f} s)")
     print(f"{path}: open it in a browser")
-    print(f"Next: loka report {out} --text, or your own model: docs/bring-your-own-model.md")
+    print(f"Next: loka report {quote(str(out))} --text, or your own model: docs/bring-your-own-model.md")

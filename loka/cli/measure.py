@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -38,10 +39,10 @@ def measure(
     try:
         survey = measure_record(record, kernels=kernels, device=device, out=run, progress=for_this_output())
     except KeyboardInterrupt:
-        print(f"\nstopped: `loka measure {run}` goes on where it stopped", file=sys.stderr)
+        print(f"\nstopped: `loka measure {quote(str(run))}` goes on where it stopped", file=sys.stderr)
         sys.exit(130)
     _print(survey)
-    console().print(f"{run}/survey.json   Next: loka plan {run}")
+    console().print(f"{run}/survey.json   Next: loka plan {quote(str(run))}")
 
 
 def _print(survey: "Survey") -> None:

@@ -1,6 +1,7 @@
 """``loka plan``: from a run's Survey its Plan, printed as a table."""
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
@@ -44,11 +45,12 @@ def plan(
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {_total(made)}")
+    folder = quote(str(run))
     if _is_older(run / "survey.json", than=run / "record.safetensors"):
         out.print(
-            f"The record in {run} is newer than the survey, and not what was planned for: loka measure {run} measures it."
+            f"The record in {run} is newer than the survey, and not what was planned for: loka measure {folder} measures it."
         )
-    out.print(f"Next: loka report {run}, or in your code loka.apply_plan(model, loka.Plan.load({str(run)!r}))")
+    out.print(f"Next: loka report {folder}, or in your code loka.apply_plan(model, loka.Plan.load({str(run)!r}))")
     out.print(f"For LoKA's own models: loka train --model MODEL --plan {path}   (why not another kernel: --site NAME)")
 
 

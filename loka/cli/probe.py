@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
@@ -51,7 +52,7 @@ def probe(
         sys.exit(130)
     path = record.save(out)
     _print(record)
-    console().print(f"{path}   Next: loka measure {out}", soft_wrap=True)
+    console().print(f"{path}   Next: loka measure {quote(str(out))}", soft_wrap=True)
     if record.steps_seen < steps:
         sys.exit(130)
 

@@ -1,5 +1,6 @@
 """``loka report``: what a run came to, as a page, as text or as JSON."""
 
+from shlex import quote
 from typing import Annotated
 
 import msgspec
@@ -29,4 +30,4 @@ def report(
         console().print(page_as_text(gather_page(read_run(run))))
     else:
         path = write_report(run)
-        print(f"wrote {path}: open it in a browser  (here: loka report {run} --text)")
+        print(f"wrote {path}: open it in a browser  (here: loka report {quote(str(run))} --text)")

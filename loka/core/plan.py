@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -200,10 +201,11 @@ class Plan:
     def load(cls, run: str | Path) -> "Plan":
         """Read a plan by its folder or by the path of its plan.json."""
         path = _path(run)
-        document = read_document(path, SCHEMA, PlanDocument, made_by=f"loka plan {path.parent}")
+        made_by = f"loka plan {quote(str(path.parent))}"
+        document = read_document(path, SCHEMA, PlanDocument, made_by=made_by)
         plan = cls(document, read_vectors(path.with_suffix(".safetensors")))
         if wrong := _what_is_wrong(plan):
-            raise InvalidFile(f"{path}: {wrong}. Make it again with `loka plan {path.parent}`")
+            raise InvalidFile(f"{path}: {wrong}. Make it again with `{made_by}`")
         return plan
 
 

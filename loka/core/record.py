@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -283,7 +284,7 @@ class Record:
 def _read(path: Path) -> "tuple[RecordDocument, dict[str, Tensor]]":
     from safetensors import SafetensorError, safe_open
 
-    made_by = _MADE_BY.format(path.parent)
+    made_by = _MADE_BY.format(quote(str(path.parent)))
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

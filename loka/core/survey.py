@@ -6,6 +6,7 @@ Times are medians in µs by M, the rows of a call. A plan adds them up: the cast
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -140,13 +141,11 @@ class Survey:
     @classmethod
     def load(cls, run: str | Path) -> "Survey":
         folder = Path(run)
-        path = folder / "survey.json"
-        document = read_document(path, SCHEMA, SurveyDocument, made_by=f"loka measure {run}")
+        path, made_by = folder / "survey.json", f"loka measure {quote(str(run))}"
+        document = read_document(path, SCHEMA, SurveyDocument, made_by=made_by)
         for site in document.sites:
             if not all(0 < calls < math.inf for calls in site.calls.values()):
-                raise InvalidFile(
-                    f"{path}: the calls of {site.site} are no numbers above 0. Make it again with `loka measure {run}`"
-                )
+                raise InvalidFile(f"{path}: the calls of {site.site} are no numbers above 0. Make it again with `{made_by}`")
         return cls(document, read_vectors(folder / "survey.safetensors"))
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -68,7 +69,7 @@ def read_run(run: str | Path) -> Run:
     models: dict[str, str] = {}  # by part the fingerprint of its model
 
     def lacks(part: str, why: str) -> None:
-        missing.append(MissingPart(part, why, PARTS[part][1].format(run=run)))
+        missing.append(MissingPart(part, why, PARTS[part][1].format(run=quote(str(run)))))
 
     def read(part: str, load: Callable[[], Part]) -> Part | None:
         if not (path / PARTS[part][0]).exists():
