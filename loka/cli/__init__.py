@@ -44,7 +44,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that has no ×
     try:
         app()
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever reads has enough: nobody is left to tell
         raise
     except (LokaError, OSError) as error:
         print(f"loka: {error}", file=sys.stderr)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
+from loka.core.files import is_older
 from loka.core.gemm import Role
 
 if TYPE_CHECKING:
@@ -46,16 +47,12 @@ def plan(
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {_total(made)}")
     folder = quote(str(run))
-    if _is_older(run / "survey.json", than=run / "record.safetensors"):
+    if is_older(run / "survey.json", than=run / "record.safetensors"):
         out.print(
             f"The record in {run} is newer than the survey, and not what was planned for: loka measure {folder} measures it."
         )
     out.print(f"Next: loka report {folder}, or in your code loka.apply_plan(model, loka.Plan.load({str(run)!r}))")
     out.print(f"For LoKA's own models: loka train --model MODEL --plan {path}   (why not another kernel: --site NAME)")
-
-
-def _is_older(file: Path, *, than: Path) -> bool:
-    return than.exists() and file.stat().st_mtime_ns < than.stat().st_mtime_ns
 
 
 def _table(made: "Plan") -> Table:

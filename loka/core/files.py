@@ -19,6 +19,11 @@ def require_folder(path: str | os.PathLike[str]) -> None:
         raise InvalidInput(f"{there} cannot be written to: name another folder")
 
 
+def is_older(file: Path, *, than: Path) -> bool:
+    """Whether it was written before the other, by their dates; not where there is no other."""
+    return than.exists() and file.stat().st_mtime_ns < than.stat().st_mtime_ns
+
+
 @contextmanager
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; on success it replaces ``target``, on an exception it vanishes."""

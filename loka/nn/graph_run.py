@@ -3,8 +3,7 @@
 Tensors are followed by identity, so any Python between the calls will do: branches, loops, the user's own batch types.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,6 +24,7 @@ from loka.nn.graph import (
     random_state_kept,
 )
 from loka.nn.unwrap import Arguments
+from loka.nn.within import within
 
 
 def record_run(model: nn.Module, given: Arguments) -> Graph:
@@ -151,28 +151,7 @@ def _name_of(function: Any) -> str:
 
 
 def _tensors_in(value: object, depth: int = 8) -> Iterator[Tensor]:
-    """Tensors in nested lists, tuples, mappings, dataclasses and objects of classes that are neither Python's nor torch's."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth:
-        for part in _parts_of(value):
-            yield from _tensors_in(part, depth - 1)
-
-
-def _parts_of(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        try:
-            return list(value.values())
-        except Exception:  # a user's own class, such as a store that is closed by now
-            return ()
-    if isinstance(value, list | tuple | set):
-        return value
-    if isinstance(value, type | nn.Module):
-        return ()
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    is_theirs = type(value).__module__.partition(".")[0] not in ("builtins", "collections", "functools", "torch", "types")
-    return list(vars(value).values()) if is_theirs and hasattr(value, "__dict__") else ()
+    return (part for part in within(value, depth, objects=True) if isinstance(part, Tensor))
 
 
 def _cuda_devices(model: nn.Module) -> list[torch.device]:

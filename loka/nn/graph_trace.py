@@ -14,6 +14,7 @@ import torch.fx
 from torch import nn
 
 from loka.nn.graph import KEPT, Call, Graph, Kind, Method, kind_of_function, kind_of_module, left_as_it_was, plain_name
+from loka.nn.within import within
 
 # What these give is no tensor: reading it is not reading the values.
 _FACTS = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "size", "dim", "stride", "numel", "is_floating_point"}
@@ -72,17 +73,10 @@ class _Search:
             self.untraceable[name] = f"{type(error).__name__}: {_first_sentence(str(error))}"
             return False
         self.untraceable.pop(name, None)
-        proxies = (proxy for part in module.modules() for value in vars(part).values() for proxy in _proxies_in(value))
-        self.kept[name] = [proxy.node for proxy in proxies if proxy.node.graph is self.graphs[name]]
+        held = (one for part in module.modules() for value in vars(part).values() for one in within(value, depth=3))
+        nodes = [one.node for one in held if isinstance(one, torch.fx.Proxy)]
+        self.kept[name] = [node for node in nodes if node.graph is self.graphs[name]]
         return True
-
-
-def _proxies_in(value: object, depth: int = 3) -> Iterator[torch.fx.Proxy]:
-    if isinstance(value, torch.fx.Proxy):
-        yield value
-    elif depth and isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _proxies_in(part, depth - 1)
 
 
 class _Tracer(torch.fx.Tracer):

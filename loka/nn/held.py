@@ -1,11 +1,11 @@
 """Modules that a model also reaches by other ways than their names: what is put in their place would not run there."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 
 from torch import nn
 
 from loka.core.errors import InvalidInput
+from loka.nn.within import within
 
 
 def refuse_held_in_lists(model: nn.Module, replaced: Iterable[nn.Module]) -> None:
@@ -17,7 +17,7 @@ def refuse_held_in_lists(model: nn.Module, replaced: Iterable[nn.Module]) -> Non
         for attribute, value in vars(owner).items():
             if attribute in ("_modules", "_parameters", "_buffers"):
                 continue
-            found = next((names[id(module)] for module in _modules_in(value) if id(module) in wanted), None)
+            found = next((names[id(one)] for one in within(value, depth=4) if id(one) in wanted), None)
             if found is not None:
                 where = f"{owner_name}.{attribute}" if owner_name else attribute
                 how = "put there past nn.Module" if isinstance(value, nn.Module) else f"a plain {type(value).__name__}"
@@ -25,12 +25,3 @@ def refuse_held_in_lists(model: nn.Module, replaced: Iterable[nn.Module]) -> Non
                     f"{found} is to be replaced, and {where}, {how}, holds it too: forward would go on with the old one. "
                     f"Make it an nn.ModuleList or nn.ModuleDict, or go by the modules' names"
                 )
-
-
-def _modules_in(value: object, depth: int = 4) -> Iterator[nn.Module]:
-    """Those that a value is or holds, in collections inside of collections too; not those that they hold in their turn."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif depth and isinstance(value, Mapping | list | tuple | set | frozenset | deque):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _modules_in(item, depth - 1)

@@ -11,6 +11,7 @@ import msgspec
 
 from loka.core.comparison import Comparison
 from loka.core.errors import InvalidFile, InvalidInput
+from loka.core.files import is_older
 from loka.core.plan import Plan, PlanDocument
 from loka.core.survey import Survey, SurveyDocument
 from loka.report.page_data import MissingPart
@@ -96,8 +97,9 @@ def read_run(run: str | Path) -> Run:
     for part in others:
         lacks(part, f"{PARTS[part][0]} is of another model than {PARTS[newest][0]}")
     for made_from, part in (("record", "survey"), ("survey", "plan")):
-        if made_from in models and part in models and part not in others and _is_older(path, part, than=made_from):
-            lacks(part, f"{PARTS[part][0]} is older than {PARTS[made_from][0]}: what is shown of it may be of an earlier one")
+        file, source = PARTS[part][0], PARTS[made_from][0]
+        if made_from in models and part in models and part not in others and is_older(path / file, than=path / source):
+            lacks(part, f"{file} is older than {source}: what is shown of it may be of an earlier one")
     if not training:
         lacks("training", "there is no metrics.jsonl")
     return Run(
@@ -109,10 +111,6 @@ def read_run(run: str | Path) -> Run:
         {} if "training" in others else training,
         tuple(missing),
     )
-
-
-def _is_older(path: Path, part: str, *, than: str) -> bool:
-    return (path / PARTS[part][0]).stat().st_mtime_ns < (path / PARTS[than][0]).stat().st_mtime_ns
 
 
 def _load_record(path: Path) -> "Record":

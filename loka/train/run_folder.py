@@ -60,7 +60,7 @@ class _GivenBack(msgspec.Struct):
         return GuardEvent(self.step, self.site, self.role, error, recorded, self.bound)
 
 
-class _Row(msgspec.Struct):
+class _GuardedRow(msgspec.Struct):
     """The part of a line that a resumed run needs."""
 
     given_back: tuple[_GivenBack, ...] = ()
@@ -122,7 +122,7 @@ class RunFolder:
         events = []
         for line in self.metrics_file.read_bytes().splitlines():
             with suppress(msgspec.DecodeError):
-                events += [given.event() for given in msgspec.json.decode(line, type=_Row).given_back]
+                events += [given.event() for given in msgspec.json.decode(line, type=_GuardedRow).given_back]
         return events
 
     def append(self, row: LogRow) -> None:

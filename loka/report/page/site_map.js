@@ -57,7 +57,8 @@ function renderMap(map, width, onSelect) {
   const [least, most] = spread([...map.points.map((point) => point.error), map.max_error]);
   // What is hopeless, or as good as exact, lies at the edge: the room is for what is near the limits.
   const xDomain = [Math.max(slowest, 0.1 * map.min_speedup, 0.01) / 1.3, Math.min(fastest, 30) * 1.3];
-  const yDomain = [Math.max(least, Math.min(map.max_error, 10) / 500) / 1.8, Math.min(most, 50 * Math.min(map.max_error, 10)) * 2];
+  const errorLimit = Math.min(map.max_error, 10);
+  const yDomain = [Math.max(least, errorLimit / 500) / 1.8, Math.min(most, 50 * errorLimit) * 2];
   const x = clamped(logScale(xDomain, [box.left, box.right]), xDomain);
   const y = clamped(logScale(yDomain, [box.top, box.bottom]), yDomain); // the smallest error on top
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": "Map of sites by error and speed-up" });

@@ -1,0 +1,34 @@
+"""What a value holds, in collections inside of collections, whatever users put into attributes and batches."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+_NOT_THEIRS = ("builtins", "collections", "functools", "torch", "types")
+
+
+def within(value: object, depth: int, *, objects: bool = False) -> Iterator[object]:
+    """``value``, and what it holds down to ``depth``: items of collections, and with ``objects`` the fields of dataclasses and
+    the attributes of objects whose class is neither Python's nor torch's. Tensors and modules are not looked into."""
+    yield value
+    if depth:
+        for part in _parts_of(value, objects):
+            yield from within(part, depth - 1, objects=objects)
+
+
+def _parts_of(value: object, objects: bool) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        try:
+            return list(value.values())
+        except Exception:  # a user's own class, such as a store that is closed by now
+            return ()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if not objects or isinstance(value, type | nn.Module | Tensor):
+        return ()
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    is_theirs = type(value).__module__.partition(".")[0] not in _NOT_THEIRS
+    return list(vars(value).values()) if is_theirs and hasattr(value, "__dict__") else ()
