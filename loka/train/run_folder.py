@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -119,11 +119,13 @@ class RunFolder:
 
     def given_back(self) -> list[GuardEvent]:
         """All that the Guard has returned to high precision up to here."""
-        events = []
-        for line in self.metrics_file.read_bytes().splitlines():
-            with suppress(msgspec.DecodeError):
-                events += [given.event() for given in msgspec.json.decode(line, type=_GuardedRow).given_back]
-        return events
+        lines = self.metrics_file.read_bytes().splitlines()
+        try:
+            return [given.event() for line in lines for given in msgspec.json.decode(line, type=_GuardedRow).given_back]
+        except msgspec.DecodeError as error:  # left out, a site might train in 8 bits that was given back
+            raise InvalidFile(
+                f"{self.metrics_file} is damaged ({error}): put it back, or start afresh in another folder"
+            ) from error
 
     def append(self, row: LogRow) -> None:
         with self.metrics_file.open("ab") as file:

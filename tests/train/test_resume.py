@@ -174,6 +174,15 @@ def test_where_files_cannot_be_locked_it_is_said(planted, tmp_path, monkeypatch,
     assert "files cannot be locked" in caplog.text
 
 
+def test_damaged_lines_are_told_to_whoever_asks_what_was_given_back(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics_file.write_text('{"step": 1}\n{"step": 2, "giv\n{"step": 3}\n')
+    with pytest.raises(InvalidFile, match=r"metrics.jsonl is damaged .*put it back"):
+        folder.given_back()
+    folder.metrics_file.write_text('{"step": 1}\n')
+    assert folder.given_back() == []
+
+
 def test_an_out_that_is_empty_is_refused(planted, tmp_path):
     """As from a variable that is not set."""
     with pytest.raises(InvalidInput, match="out is empty"):
