@@ -1,5 +1,5 @@
-"""Casts to e4m3, and of rows to int8, in the fewest reads: one for static and tile scales, and for row scales of rows that fit
-a program; two where a scale covers more than a program can see (tensorwise, and row scales of the transposed matrix)."""
+"""Casts to e4m3, and of rows to int8, in few reads: one for static scales and those of square tiles, and for row scales of rows
+that fit a program; one more where a scale covers what no program sees (tensorwise, and row scales of the transposed matrix)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,23 +13,25 @@ from loka.core.recipe import Scaling
 from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.ops import fake_of, op
 from loka.kernels.triton.launch import Again, launch, on_its_gpu, recorded
-from loka.kernels.triton.tiles import multiprocessors, power_of_two
+from loka.kernels.triton.tiles import power_of_two
 
 WIDEST_ROW = 16384  # values of one row that a program holds in registers
 NOT_WRITTEN = "none"
 SCALINGS = (Scaling.STATIC, Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
-_IN_ONE_READ = (Scaling.STATIC, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128, NOT_WRITTEN)  # a tile sees all its scales need
 AMAX_TILE = (32, 512)
 REMEMBERED_AT_ONCE = AMAXES_AT_ONCE = 1024
 LARGEST_AT_ONCE = 8192  # by one program that does nothing else
+STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
 
 
-Amaxes = tuple[Tensor, Tensor, Tensor]  # of rows, of columns, of all, each only as far as a scale is made from it
+# Of rows, of columns, and of all, among which the largest is the matrix's; each only as far as a scale is made from it.
+Amaxes = tuple[Tensor, Tensor, Tensor]
 
 
 class Tile(NamedTuple):
     rows: int
     cols: int
+    warps: int
 
 
 class Target(NamedTuple):
@@ -68,11 +70,17 @@ class Target(NamedTuple):
         return codes, x.new_empty(shape, dtype=torch.float32)
 
 
-def cast_tile(scalings: tuple[str, str]) -> Tile:
+def cast_tile(plain: str, trans: str) -> Tile:
     """What was fastest on an H200 at all sizes; scales of 128 values need them in one tile."""
-    if any(scaling in ("1x128", "128x128") for scaling in scalings):
-        return Tile(128, 128)
-    return Tile(64, 128) if "rowwise" in scalings else Tile(64, 64)
+    if trans == "128x128" and plain in ("128x128", NOT_WRITTEN):
+        return Tile(128, 128, warps=4)
+    if (plain, trans) == ("1x128", NOT_WRITTEN):
+        return Tile(64, 128, warps=4)
+    if (plain, trans) == (NOT_WRITTEN, "1x128"):
+        return Tile(128, 64, warps=4)
+    if any(scaling in ("1x128", "128x128") for scaling in (plain, trans)):
+        return Tile(128, 128, warps=8)
+    return Tile(64, 128, warps=4) if "rowwise" in (plain, trans) else Tile(64, 64, warps=4)
 
 
 def rows_at_once(cols: int) -> int:
@@ -80,17 +88,10 @@ def rows_at_once(cols: int) -> int:
     return max(1, min(16, 8192 // power_of_two(cols)))
 
 
-def tiles_down(rows: int, cols: int, sms: int) -> int:
-    """How many tiles a program of the amax pass goes down: as many as leave four programs for every multiprocessor."""
+def tiles_down(rows: int, cols: int) -> int:
+    """How many tiles a program of the amax pass goes down: as few as leave no more amaxes than are read at once, or all."""
     row_tiles, col_tiles = -(-rows // AMAX_TILE[0]), -(-cols // AMAX_TILE[1])
-    return max(1, min(row_tiles, row_tiles * col_tiles // (4 * sms)))
-
-
-def reads(plain: str, trans: str, cols: int) -> int:
-    """How often a cast reads the matrix."""
-    if plain == "rowwise" and trans == NOT_WRITTEN:
-        return 1 if cols <= WIDEST_ROW else 2
-    return 1 if plain in _IN_ONE_READ and trans in _IN_ONE_READ else 2
+    return -(-row_tiles // max(1, AMAXES_AT_ONCE // col_tiles))
 
 
 def cast_matrix(x: Tensor, plain: Target, trans: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -123,27 +124,31 @@ def _cast_e4m3(
 def write_codes(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, cols = x.shape
-    if _row_by_row(plain, trans, cols):
-        noted = x.new_empty(rows if trans.scaling == Scaling.TENSORWISE else 0, dtype=torch.int32)
-        launch_rowwise(x, plain, codes[0], codes[1], noted)
-        if trans.scaling != NOT_WRITTEN:
-            largest = few_with_largest(noted)
-            _launch_cast(x, Target.none(), trans, (*Target.none().empty(x), *codes[2:]), (largest, largest, largest))
+    if not _are_apart(plain, trans, x.shape[1]):
+        _launch_cast(x, plain, trans, codes, _amaxes(x, plain, trans))
         return
-    _launch_cast(x, plain, trans, codes, _amaxes(x, plain, trans))
+    nothing, none = Target.none(), x.new_empty(0, dtype=torch.int32)
+    if plain.scaling == Scaling.ROWWISE:
+        programs = -(-plain.outer // rows_at_once(plain.contraction))
+        noted = x.new_empty(programs if trans.scaling == Scaling.TENSORWISE else 0, dtype=torch.int32)
+        launch_rowwise(x, plain, codes[0], codes[1], noted)
+    else:
+        noted = none
+        _launch_cast(x, plain, nothing, (*codes[:2], *nothing.empty(x)), (none, none, none))
+    if trans.scaling != NOT_WRITTEN:
+        amaxes = (none, none, few_with_largest(noted)) if noted.numel() else _amaxes(x, nothing, trans)
+        _launch_cast(x, nothing, trans, (*nothing.empty(x), *codes[2:]), amaxes)
 
 
-def _row_by_row(plain: Target, trans: Target, cols: int) -> bool:
-    """Whether row scales of the matrix as it is are written by themselves, whole rows in a program, beside a transposed form
-    that needs no amaxes, or the largest of those rows: together they would need a pass for amaxes. On an H200 such a pair took
-    1.3 to 1.7 times as long on average, of static and tile scales."""
-    return plain.scaling == "rowwise" and trans.scaling in (*_IN_ONE_READ, Scaling.TENSORWISE) and cols <= WIDEST_ROW
+def _by_rows(plain: Target, cols: int) -> bool:
+    """Whether programs that hold whole rows write the matrix as it lies."""
+    return plain.scaling == Scaling.ROWWISE and cols <= WIDEST_ROW
 
 
-def _needs_no_amaxes(plain: Target, trans: Target, cols: int) -> bool:
-    """Whether ``write_codes`` finds all scales on its way, without a pass for amaxes."""
-    return reads(plain.scaling, trans.scaling, cols) == 1 or _row_by_row(plain, trans, cols)
+def _are_apart(plain: Target, trans: Target, cols: int) -> bool:
+    """Whether the matrix as it lies is written by itself, before its transpose, if that is: row scales by whole rows, and
+    scales of 1×128, for which small tiles do either way. Together they took 1.2 to 1.7 times as long on an H200."""
+    return _by_rows(plain, cols) or plain.scaling == trans.scaling == Scaling.BLOCK_1X128
 
 
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
@@ -151,30 +156,30 @@ def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
     room for what outgrew them."""
     if remembered(x, plain, trans) == 0:
         return x.new_empty((3, 0), dtype=torch.int32)
-    amax = torch.cat(_amaxes(x, plain, trans)).view(torch.float32)
+    of_rows, of_cols, of_all = _amaxes(x, Target.none() if _by_rows(plain, x.shape[1]) else plain, trans)
+    largest = of_all.amax(dim=0, keepdim=True) if of_all.numel() else of_all
+    amax = torch.cat((of_rows, of_cols, largest)).view(torch.float32)
     last = torch.where(amax.isfinite(), (2 * amax).clamp(max=3e38), amax).view(torch.int32)
     return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
 
 
 def remembered(x: Tensor, plain: Target, trans: Target) -> int:
-    """How many amaxes ``remember_amax`` keeps: none where row scales are written by themselves."""
-    return 0 if _row_by_row(plain, trans, x.shape[1]) else sum(amax_sizes(x, plain, trans))
+    """How many amaxes ``remember_amax`` keeps: none of rows that are written by themselves, nor of what those note."""
+    if not _by_rows(plain, x.shape[1]):
+        return sum(amax_sizes(x, plain, trans))
+    return x.shape[1] if trans.scaling == Scaling.ROWWISE else 0
 
 
 def rewriting(
     x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor | None = None
 ) -> Callable[[], None]:
     """``rewrite_codes`` of the same tensors as often as it is called."""
-    # Launches alone would set no amaxes back to 0.
-    are_all = memory is not None or _needs_no_amaxes(plain, trans, x.shape[1])
-    return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory), x, codes, are_all=are_all)
+    return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory), x, codes)
 
 
-def repeating(
-    write: Callable[[], None], x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], *, are_all: bool = True
-) -> Callable[[], None]:
+def repeating(write: Callable[[], None], x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
     """``write`` of the codes of ``x`` as often as it is called: after the first time by its launches alone, without the Python
-    that led to them, if they ``are_all`` it does and it need not copy x."""
+    that led to them, if it need not copy x."""
     launches: tuple[Again, ...] = ()
 
     @on_its_gpu
@@ -184,7 +189,7 @@ def repeating(
             for again in launches:
                 again()
             tell_autograd(codes)
-        elif are_all and x.stride(1) == 1:
+        elif x.stride(1) == 1:
             launches = recorded(write)
         else:
             write()
@@ -206,16 +211,14 @@ def rewrite_codes(
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
-    rows, cols = x.shape
-    if memory is None or _needs_no_amaxes(plain, trans, cols):
+    tell_autograd(codes)
+    if memory is None or memory.numel() == 0:
         write_codes(x, plain, trans, codes)
-        tell_autograd(codes)
         return
-    if plain.scaling == trans.scaling == "rowwise" and cols <= WIDEST_ROW:  # together, 1.2 times as long on an H200
+    if _by_rows(plain, x.shape[1]):
         launch_rowwise(x, plain, codes[0], codes[1], memory[0, :0])
-        tell_autograd(codes[:2])
-        rewrite_codes(x, Target.none(), trans, (*Target.none().empty(x), *codes[2:]), memory[:, rows:])
-        return
+        plain = Target.none()
+        codes = *plain.empty(x), *codes[2:]
     last, seen, outgrown = memory
     programs = -(-last.numel() // REMEMBERED_AT_ONCE)
     amaxes = _split_amaxes(last, x, plain, trans)
@@ -224,7 +227,6 @@ def rewrite_codes(
         kernels.remember_kernel, (programs, 1, 1), seen, last, outgrown, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4
     )
     _launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
-    tell_autograd(codes)
 
 
 def tell_autograd(codes: tuple[Tensor, ...]) -> None:
@@ -234,8 +236,8 @@ def tell_autograd(codes: tuple[Tensor, ...]) -> None:
 
 
 def launch_rowwise(x: Tensor, plain: Target, codes: Tensor, scale: Tensor, noted: Tensor, *, power: bool = False) -> None:
-    """Each row, which fits a program, by its own amax, which is ``noted`` where there is room; ``power``: by the smallest power
-    of two that keeps it in the format."""
+    """Each row, which fits a program, by its own amax; ``power``: by the smallest power of two that keeps it in the format.
+    Where there is room, the largest of each program's is ``noted``."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), step = x.shape, rows_at_once(plain.contraction)
@@ -273,7 +275,7 @@ def _launch_cast(
     (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
     (row_amax, col_amax, all_amax), (seen_rows, seen_cols, seen_all) = amaxes, seen or amaxes
     words = trans_codes if trans.scaling == NOT_WRITTEN else trans_codes.view(torch.int32)
-    tile = cast_tile((plain.scaling, trans.scaling))
+    tile = cast_tile(plain.scaling, trans.scaling)
     tiles_across = -(-max(plain.contraction, trans.outer) // tile.cols)
     tiles = tiles_across * -(-max(plain.outer, trans.contraction) // tile.rows)
     launch(
@@ -285,7 +287,7 @@ def _launch_cast(
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
         ALL_AT_ONCE=1 if all_amax.numel() == 1 else AMAXES_AT_ONCE,
         ALIGNED=trans.contraction % 16 == 0, SEEN=seen is not None, IF_OUTGROWN=outgrown is not None,
-        num_warps=8 if tile.rows == 128 else 4,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -307,19 +309,37 @@ def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
 
     x = x if x.stride(1) == 1 else x.contiguous()
     (rows, cols), (tile_rows, tile_cols) = x.shape, AMAX_TILE
-    sizes = amax_sizes(x, plain, trans)
-    if not any(sizes):
-        none = x.new_empty(0, dtype=torch.int32)
+    of_rows, of_cols, of_all = (size > 0 for size in amax_sizes(x, plain, trans))
+    none = x.new_empty(0, dtype=torch.int32)
+    if not (of_rows or of_cols or of_all):
         return none, none, none
-    of_rows, of_cols, of_all = _split_amaxes(x.new_zeros(sum(sizes), dtype=torch.int32), x, plain, trans)
-    down = tiles_down(rows, cols, multiprocessors(x.device))
+    down = tiles_down(rows, cols)
+    row_strips, col_strips = -(-rows // (down * tile_rows)), -(-cols // tile_cols)
+    row_amaxes = none.new_empty((col_strips, rows)) if of_rows else none
+    col_amaxes = none.new_empty((row_strips, cols)) if of_cols else none
+    all_amaxes = none.new_empty(row_strips * col_strips) if of_all else none
     launch(
-        kernels.amax_kernel, (-(-rows // (down * tile_rows)) * -(-cols // tile_cols), 1, 1),
-        x, of_rows, of_cols, of_all, rows, cols, x.stride(0), down,
-        ROWS=tile_rows, COLS=tile_cols, OF_ROWS=sizes[0] > 0, OF_COLS=sizes[1] > 0, OF_ALL=sizes[2] > 0, ONE_TILE=down == 1,
+        kernels.amax_kernel, (row_strips * col_strips, 1, 1),
+        x, row_amaxes, col_amaxes, all_amaxes, rows, cols, x.stride(0), down,
+        ROWS=tile_rows, COLS=tile_cols, OF_ROWS=of_rows, OF_COLS=of_cols, OF_ALL=of_all, ONE_TILE=down == 1,
         num_warps=8,
     )  # fmt: skip
-    return of_rows, of_cols, of_all
+    return _largest_of_strips(row_amaxes), _largest_of_strips(col_amaxes), all_amaxes
+
+
+def _largest_of_strips(bits: Tensor) -> Tensor:
+    """Of magnitudes that strips of a matrix have (strips × rows or columns), the largest for each."""
+    from loka.kernels.triton import cast_kernels as kernels
+
+    if bits.numel() == 0 or len(bits) == 1:
+        return bits.flatten()
+    (strips, size), (at_once, length) = bits.shape, STRIPS_AT_ONCE
+    largest = bits.new_empty(size)
+    launch(
+        kernels.largest_of_strips_kernel, (-(-size // length), 1, 1), bits, largest, strips, size,
+        STRIPS=at_once, LENGTH=length, num_warps=8,
+    )  # fmt: skip
+    return largest
 
 
 def cast_int8_rows(x: Tensor, outer: int, contraction: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.casts import AMAX_TILE, AMAXES_AT_ONCE, LARGEST_AT_ONCE, cast_tile
+from loka.kernels.triton.casts import AMAX_TILE, AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, cast_tile
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
     GRADIENT_ROWS,
@@ -45,7 +45,7 @@ def integers(*names: str) -> dict[str, str]:
 
 
 def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool = False) -> dict[str, Any]:
-    tile = cast_tile((plain, trans))
+    tile = cast_tile(plain, trans)
     arguments = {
         "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
         "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32,
@@ -65,7 +65,7 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
         "IF_OUTGROWN": if_outgrown,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
-            "warps": 8 if tile.rows == 128 else 4, "stages": 3}  # fmt: skip
+            "warps": tile.warps, "stages": 3}  # fmt: skip
 
 
 def rowwise_case(rows: int, cols: int, codes: str = FP8, *, power: bool = False, x: str = BF16) -> dict[str, Any]:
@@ -87,6 +87,12 @@ def largest_case() -> dict[str, Any]:
     return {"module": "cast_kernels", "kernel": "largest_kernel", "stages": 3, "warps": 8,
             "arguments": {"bits_ptr": INT32, "largest_ptr": INT32, "count": INT},
             "constants": {"AT_ONCE": LARGEST_AT_ONCE}}  # fmt: skip
+
+
+def largest_of_strips_case() -> dict[str, Any]:
+    return {"module": "cast_kernels", "kernel": "largest_of_strips_kernel", "stages": 3, "warps": 8,
+            "arguments": {"bits_ptr": INT32, "largest_ptr": INT32, **integers("strips", "size")},
+            "constants": dict(zip(("STRIPS", "LENGTH"), STRIPS_AT_ONCE, strict=True))}  # fmt: skip
 
 
 def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16, codes: str = FP8, persistent: bool = True) -> dict[str, Any]:
@@ -193,6 +199,8 @@ CASES = {
     "cast tensorwise, transposed": cast_case("none", "tensorwise"),
     "cast rowwise and 1x128": cast_case("rowwise", "1x128"),
     "cast tiles both": cast_case("128x128", "128x128"),
+    "cast 1x128": cast_case("1x128", "none"),
+    "cast 1x128, transposed": cast_case("none", "1x128"),
     "cast static both": cast_case("static", "static"),
     "cast wide rows": rowwise_case(1, 16384),
     "cast narrow rows": rowwise_case(16, 256),
@@ -241,6 +249,7 @@ CASES = {
     "amaxes": amax_case(one_tile=False),
     "amaxes of one tile": amax_case(one_tile=True),
     "the largest": largest_case(),
+    "the largest of strips": largest_of_strips_case(),
     # What choose_tiles must not choose: its sums do not fit twice.
     "promoted 128x256": gemm_case(GEMM_TILES[0], promoted=True),
 }
