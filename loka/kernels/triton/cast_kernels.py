@@ -43,41 +43,40 @@ def amax_kernel(
     """The amaxes of rows (strips of columns × rows), of columns (strips of rows × columns) and of all of it (one a program)
     within one strip of ``tiles_down`` tiles.
 
-    Each has its own place: raising one number by hundreds of programs, an atomic at a time, took three times as long as reading
-    the matrix. ONE_TILE: there is nothing to go down, nor to load ahead.
+    A tile is as wide as the program's warps, so that a column lies in one thread: where it lies in several warps, they meet in
+    shared memory, all in one bank, and wait for one another longer than for the matrix. And each amax has a place of its own,
+    which need not be set to 0 first. ONE_TILE: there is nothing to go down, nor to load ahead.
     """
     wait_for_kernels_before()
     row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
     col = col_strip * COLS + tl.arange(0, COLS)
-    amax_RC = tl.zeros((ROWS, COLS), tl.int32)  # over tiles first: one reduction at the end instead of one a tile
+    amax_C = tl.zeros((COLS,), tl.int32)
     for tile in tl.range(1 if ONE_TILE else tiles_down, num_stages=3):
         row = (row_strip * tiles_down + tile) * ROWS + tl.arange(0, ROWS)
         bits_RC = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
         if OF_ROWS:
             tl.store(row_amax_ptr + col_strip.to(tl.int64) * rows + row, tl.max(bits_RC, axis=1), mask=row < rows)
-        amax_RC = tl.maximum(amax_RC, bits_RC)
+        amax_C = tl.maximum(amax_C, tl.max(bits_RC, axis=0))
     if OF_COLS:
-        tl.store(col_amax_ptr + row_strip.to(tl.int64) * cols + col, tl.max(amax_RC, axis=0), mask=col < cols)
+        tl.store(col_amax_ptr + row_strip.to(tl.int64) * cols + col, amax_C, mask=col < cols)
     if OF_ALL:
-        tl.store(all_amax_ptr + tl.program_id(0), tl.max(amax_RC))
+        tl.store(all_amax_ptr + tl.program_id(0), tl.max(amax_C, axis=0))
 
 
 @triton.jit
 def _scales(
     tile_amax_A, index_A, size_A, amax_A_ptr, all_amax, static_scale, A: tl.constexpr, SCALING: tl.constexpr
 ):  # fmt: skip
-    """The scale of each entry of a tile's outer axis A. ``tile_amax_A`` are the amaxes within the tile."""
+    """The scale of each entry of a tile's outer axis A. ``tile_amax_A`` are amaxes of the tile, of each or of all."""
     if SCALING == "static":
         return tl.zeros((A,), tl.float32) + static_scale
     elif SCALING == "tensorwise":
         return scale_of(tl.zeros((A,), tl.int32) + all_amax)
     elif SCALING == "rowwise":
         return scale_of(tl.load(amax_A_ptr + index_A, mask=index_A < size_A, other=0))
-    elif SCALING == "1x128":
-        return scale_of(tile_amax_A)
     else:
-        tl.static_assert(SCALING == "128x128")
-        return scale_of(tl.zeros((A,), tl.int32) + tl.max(tile_amax_A, axis=0))
+        tl.static_assert(SCALING == "1x128" or SCALING == "128x128")
+        return scale_of(tile_amax_A)
 
 
 @triton.jit
@@ -155,8 +154,9 @@ def cast_kernel(
     all_amax = 0
     if PLAIN == "tensorwise" or TRANS == "tensorwise":
         all_amax = largest_of(all_amax_ptr, amaxes, ALL_AT_ONCE)
+    square_amax = tl.max(bits_QC) if PLAIN == "128x128" or TRANS == "128x128" else 0
     if TRANS != "none":
-        amax_C = tl.max(bits_QC, axis=0) if TRANS == "1x128" or TRANS == "128x128" else tl.zeros((COLS,), tl.int32)
+        amax_C = tl.max(bits_QC, axis=0) if TRANS == "1x128" else tl.zeros((COLS,), tl.int32) + square_amax
         scale_C = _scales(amax_C, col, cols, col_amax_ptr, all_amax, trans_static, COLS, TRANS)
         _store_scales(scale_C, col, tile_C, tile_R, trans_scale_ptr, trans_rows, trans_cols, TRANS)
         OWN_C: tl.constexpr = (TRANS != "static") and not SEEN  # pyrefly: ignore[bad-assignment]
@@ -167,13 +167,12 @@ def cast_kernel(
         place = trans_words_ptr + col.to(tl.int64)[:, None] * words + quad[None, :]
         tl.store(place, tl.trans(to_e4m3_words(scaled0, scaled1, scaled2, scaled3)), mask=inside)
     if PLAIN != "none":
-        all_Q = tl.max(bits_QC, axis=1) if PLAIN == "128x128" else tl.zeros((QUADS,), tl.int32)
         for j in tl.static_range(4):
             x_QC = x0 if j == 0 else x1 if j == 1 else x2 if j == 2 else x3
             row = 4 * quad + j
             if SEEN and PLAIN == "rowwise":
                 tl.atomic_max(seen_rows_ptr + row, tl.max(magnitude(x_QC), axis=1), mask=row < rows, sem="relaxed")
-            amax_Q = tl.max(magnitude(x_QC), axis=1) if PLAIN == "1x128" else all_Q
+            amax_Q = tl.max(magnitude(x_QC), axis=1) if PLAIN == "1x128" else tl.zeros((QUADS,), tl.int32) + square_amax
             scale_Q = _scales(amax_Q, row, rows, row_amax_ptr, all_amax, plain_static, QUADS, PLAIN)
             _store_scales(scale_Q, row, tile_R, tile_C, plain_scale_ptr, plain_rows, plain_cols, PLAIN)
             if SAME:

@@ -12,11 +12,11 @@ from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.triton import casts
 from loka.kernels.triton.casts import (
-    AMAX_TILE,
     AMAXES_AT_ONCE,
     NOT_WRITTEN,
     SCALINGS,
     Target,
+    amax_tile,
     cast_int8_rows,
     cast_matrix,
     cast_tile,
@@ -323,7 +323,7 @@ def test_work_of_a_program_is_bounded() -> None:
 
 @given(st.integers(1, 100_000), st.integers(1, 100_000))
 def test_amaxes_of_strips_are_few(rows: int, cols: int) -> None:
-    down, (tile_rows, tile_cols) = tiles_down(rows, cols), AMAX_TILE
-    across = ceil_div(cols, tile_cols)
-    assert ceil_div(rows, down * tile_rows) * across <= AMAXES_AT_ONCE
-    assert down == 1 or ceil_div(rows, (down - 1) * tile_rows) * across > AMAXES_AT_ONCE  # and no fewer than that
+    down, tile = tiles_down(rows, cols), amax_tile(cols)
+    across = ceil_div(cols, tile.cols)
+    assert ceil_div(rows, down * tile.rows) * across <= AMAXES_AT_ONCE
+    assert down == 1 or ceil_div(rows, (down - 1) * tile.rows) * across > AMAXES_AT_ONCE  # and no fewer than that
