@@ -10,6 +10,7 @@ from rich.text import Text
 
 from loka.cli.shapes import parse_shape
 from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
+from loka.core.errors import InvalidInput
 from loka.core.gemm import GemmProblem, Role, SiteShape, TensorName
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from loka.core.gemm import Device
     from loka.measure.gemm import GemmMeasurement
+
+
+COPIES = 3  # in float64, of each tensor: a weight is rotated, operands are kept beside it, and the reference is computed
 
 
 def kernels(
@@ -81,6 +85,7 @@ def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
     from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
 
     dtype = model_dtype(where)
+    _require_memory(site, where)
     names = [name for name in KERNELS.names() if not name.startswith("reference.")]
     with Console(stderr=True).status(f"measuring {len(names)} kernels at {site} …"):
         rows = measure_site(site, SiteTensors.random(site, dtype, where), names)
@@ -91,6 +96,16 @@ def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
     out.print(_measured_table(rows, baseline_kernel(dtype), f"{site} on {device_of(where)}, a {dtype} model"))
     _print_reasons(out, [(row.kernel, row.role, row.why_not) for row in rows if row.why_not])
     out.print("whole = casts of activations and gradients + GEMM; the cast of w is paid once a step, never when serving")
+
+
+def _require_memory(site: SiteShape, where: "torch.device") -> None:
+    """A machine that gives out memory which it does not have kills what then uses it, and whoever is beside it."""
+    from loka.kernels.device import free_bytes
+
+    free, needed = free_bytes(where), 8 * COPIES * (site.m * site.k + site.n * site.k + site.m * site.n)
+    if free is not None and needed > free:
+        told = f"{site} takes about {needed / 2**30:,.0f} GiB to measure, and {free / 2**30:,.0f} are free on {where}"
+        raise InvalidInput(f"{told}: give a smaller shape")
 
 
 def _measured_table(rows: "list[GemmMeasurement]", baseline: str, title: str) -> Table:

@@ -61,6 +61,17 @@ def model_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """How much memory can still be had there; None where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        told = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if told is None else 1024 * int(told[1])
+
+
 @lru_cache
 def _cpu_name() -> str:
     try:
