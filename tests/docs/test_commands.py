@@ -23,7 +23,7 @@ SMALLER = {
     "loka kernels --shape 2048x1024x1024": "loka kernels --shape 32x64x48 --device cpu",
     "loka bench gemm": "loka bench gemm --shapes 32x64x48 --kernels onednn.int8 --device cpu --out results",
     "loka train --model wukong --preset small --data synthetic --steps 500": f"loka train --model wukong {SMALL_TRAINING}",
-    "loka plan run --site top.0": "loka plan run --site 0",
+    "loka plan run --max-error 0.1 --site dense_part.top.0": "loka plan run --max-error 0.1 --site 0",
     "loka measure run": "loka measure run --kernels onednn.int8 --device cpu",
 }
 # Run elsewhere, or asking for what is not here.
