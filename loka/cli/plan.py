@@ -52,7 +52,9 @@ def plan(
             f"The record in {run} is newer than the survey, and not what was planned for: loka measure {folder} measures it."
         )
     out.print(f"Next: loka report {folder}, or in your code loka.apply_plan(model, loka.Plan.load({str(run)!r}))")
-    out.print(f"For LoKA's own models: loka train --model MODEL --plan {path}   (why not another kernel: --site NAME)")
+    out.print(
+        f"For LoKA's own models: loka train --model MODEL --plan {quote(str(path))}   (why not another kernel: --site NAME)"
+    )
 
 
 def _table(made: "Plan") -> Table:

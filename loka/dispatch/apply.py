@@ -24,6 +24,7 @@ from loka.dispatch.swap import (
     put_in,
     refuse_frozen,
     remember,
+    require_own_parameters,
     required_applied,
 )
 from loka.nn.fast_path import passed_by
@@ -69,6 +70,7 @@ def restore(model: nn.Module) -> None:
     """Put the user's own modules back, with the weights as they are now."""
     model = unwrapped(model)
     applied = required_applied(model)
+    require_own_parameters(applied)
     put_back(model, [swap for of_site in applied.swaps.values() for swap in of_site])
     forget(model)
 

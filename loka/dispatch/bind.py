@@ -19,6 +19,8 @@ def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
     """Why a planned site cannot run here as planned: its module, or a kernel that is missing. None where it can."""
     if not site.site:
         return "the layer is the model itself, in whose place nothing can be put: put it into another module"
+    if _is_compiled_by_itself(site.site):
+        return "is compiled by itself, and torch.compile would go on with the old layer: compile the module around it"
     if reason := why_not_swapped(module) or _why_not_replaced(module):
         return reason
     if site.block is not None:
@@ -30,6 +32,11 @@ def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
         if reason := KERNELS.get(kernel).missing(device):
             return f"{role} is planned on {kernel}, which cannot run on {device}: {reason}"
     return None
+
+
+def _is_compiled_by_itself(site: str) -> bool:
+    """``torch.compile(layer)`` calls the layer that it was given, whatever is put in its place."""
+    return site.rpartition(".")[2] == "_orig_mod"
 
 
 def _why_not_replaced(module: nn.Module) -> str | None:

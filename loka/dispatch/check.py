@@ -24,6 +24,7 @@ from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_ch
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
 from loka.nn.graph import left_as_it_was as modules_left_as_they_were
+from loka.nn.graph import random_state_kept
 from loka.nn.unwrap import Example, unwrapped
 from loka.nn.weight_casts import recast_after_step
 
@@ -336,16 +337,22 @@ def _drop_gradients(tensors: Iterable[Tensor]) -> None:
 
 @contextmanager
 def left_as_it_was(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Gradients, what modules hold (buffers, mode, attributes), and torch's random numbers are behind the block what they were
-    in front of it.
+    """Gradients, what modules hold (buffers, mode, attributes), and random numbers are behind the block what they were in front
+    of it.
 
     ``learned`` has gradients beside the model's own parameters.
     """
     gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *learned)}
+    tables = [table for parameter in gradients if (table := parameter._post_accumulate_grad_hooks)]
+    hooks = [dict(table) for table in tables]
     _drop_gradients(gradients)
+    for table in tables:
+        table.clear()  # of optimizers that step within backward
     try:
-        with modules_left_as_they_were(model), torch.random.fork_rng():
+        with modules_left_as_they_were(model), random_state_kept(model):
             yield
     finally:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+        for table, before in zip(tables, hooks, strict=True):
+            table.update(before)

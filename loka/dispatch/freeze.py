@@ -8,7 +8,8 @@ from torch import nn
 from loka.core.gemm import Role
 from loka.dispatch.frozen import Frozen, FrozenBlock, FrozenLinear
 from loka.dispatch.planned import PlannedLinear
-from loka.dispatch.swap import Swap, forget, put_back, put_in, required_applied
+from loka.dispatch.swap import Swap, carry_hooks, forget, put_back, put_in, require_own_parameters, required_applied
+from loka.nn.blocks import find_blocks
 from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
 from loka.nn.unwrap import unwrapped
@@ -32,12 +33,15 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
 
     ``drop_high_precision`` drops the weights that 8-bit copies stand for, and ``state_dict`` loses them: keep the checkpoint.
     Without it batches that a kernel cannot take run in high precision; with it they run on the kernel, padded. A fused block
-    that runs in high precision here keeps its weight.
+    that runs in high precision here keeps its weight, and so does a layer whose weight a function reads too, as far as a trace
+    of the model shows.
     """
     model = unwrapped(model)
     applied = required_applied(model)
     bytes_before = _bytes(model)
+    require_own_parameters(applied)
     keep_weight, bypassed = not drop_high_precision, passed_by(model)
+    read_elsewhere = set() if keep_weight else {block.site for block in find_blocks(model) if block.read_by}
     modules = {site: applied.module(site) for site in applied.sites}
     frozen: dict[nn.Module, Frozen] = _frozen_blocks(modules.values(), keep_weight)
     for site, planned in modules.items():
@@ -46,7 +50,9 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
         if site in bypassed or not planned.executor.operand_forms(Role.FPROP)[1].spec.format.is_8bit:
             put_back(model, applied.swaps[site])  # served by its own weight, or its gradients alone were planned
         else:
-            frozen[planned] = FrozenLinear(planned, keep_weight=keep_weight)
+            frozen[planned] = FrozenLinear(planned, keep_weight=keep_weight or site in read_elsewhere)
+    for planned, current in frozen.items():
+        carry_hooks(planned, current)
     put_in(model, [Swap(planned, current) for planned, current in frozen.items()])
     forget(model, frozen=True)
     model.eval().requires_grad_(False)

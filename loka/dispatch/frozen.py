@@ -56,7 +56,8 @@ class Frozen(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}{dropped}"
 
     def _require_servable(self, input: Tensor) -> None:
-        if torch.is_grad_enabled() and input.requires_grad:
+        learns = (input, *self._parameters.values())
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in learns):
             raise InvalidInput("this model was frozen for serving and has no gradients: run it under torch.no_grad()")
         if input.ndim == 0 or input.shape[-1] != self.in_features:
             raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
@@ -71,12 +72,17 @@ class Frozen(nn.Module):
         for name, buffer in self._casts(weight_NK.detach()).items():
             self.register_buffer(name, buffer, persistent=False)
 
+    def _recast_after_load(self, incompatible_keys: Any) -> None:
+        """A checkpoint was loaded, into the weight if that was kept beside its codes."""
+        if self.has_weight:
+            self.refresh_weight_casts()
+
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _recast_after_load(self, incompatible_keys: Any) -> None:
-        """A checkpoint was loaded into the weight that was kept beside its codes. They are written where they lie."""
+    def refresh_weight_casts(self) -> None:
+        """Cast the weight that was kept again. Its codes are written where they lie."""
         if not self.has_weight:
-            return
+            raise InvalidInput("this model was frozen without its high-precision weights: there is nothing to cast again")
         for name, made in self._casts(self.weight.detach()).items():
             if made is not None:
                 self.get_buffer(name).copy_(made)

@@ -15,13 +15,14 @@ from loka.core.record import Record
 from loka.dispatch.apply import give_back
 from loka.dispatch.drift import SiteCasts, feature_energy, predicted_errors
 from loka.dispatch.planned import PlannedLinear
-from loka.dispatch.swap import AppliedPlan, required_applied
+from loka.dispatch.swap import AppliedPlan, applied_to, required_applied
 from loka.nn.fused_block import FusedBlock
 from loka.nn.linear import input_of
 from loka.nn.unwrap import unwrapped
 
 logger = logging.getLogger("loka")
 
+MOST_CALLS = 16  # of a site in one step that a check looks at
 SLACK = 1.5  # over the plan's own limit: a check sees few rows, and noise should trip nothing
 
 
@@ -50,7 +51,8 @@ class Guard:
     Put ``with guard.step():`` around the training step. A check runs the step eager with hooks on, predicts each site's error
     from ``rows`` of its rows, and waits for the device once; the steps between touch nothing. A site whose error is past
     ``max_error`` (by default 1.5 times the plan's limit of that role) returns to high precision for good, which is logged and
-    kept in ``events``.
+    kept in ``events``. Gradients that are no numbers, as of a batch that a training loop then skips, are looked at once more in
+    the next step.
     """
 
     def __init__(
@@ -73,6 +75,8 @@ class Guard:
         self.every, self.rows = every, rows
         self.steps_seen = 0
         self.events: list[GuardEvent] = []
+        self._applied = applied
+        self._doubtful: set[tuple[str, Role]] = set()  # whose gradients were no numbers at the last check
         device = next(self._model.parameters()).device
         self._generator = torch.Generator(device).manual_seed(0)  # the user's own stays untouched
         self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
@@ -80,27 +84,33 @@ class Guard:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around one training step, forward and backward."""
-        is_check = self.steps_seen % self.every == 0
+        is_check = self.steps_seen % self.every == 0 or bool(self._doubtful)
         self.steps_seen += 1
         if not is_check:
             yield
             return
+        if applied_to(self._model) is not self._applied:
+            raise InvalidInput("the plan that this Guard was made for is no longer applied to the model: make a new Guard")
         with torch.compiler.set_stance("force_eager"), _watching(self._sites, self.rows, self._generator) as seen:
             yield
         self._check(seen)
 
     @torch.no_grad()
-    def _check(self, seen: "dict[str, _Seen]") -> None:
-        errors = {
-            (site, role): error
-            for site, rows in seen.items()
-            for role, error in self._sites[site].errors(rows.x_RK, rows.dy_RN).items()
-        }
+    def _check(self, seen: "dict[str, list[_Seen]]") -> None:
+        errors: dict[tuple[str, Role], Tensor] = {}
+        for site, calls in seen.items():
+            for rows in _to_judge(calls):
+                for role, error in self._sites[site].errors(rows.x_RK, rows.dy_RN).items():
+                    errors[site, role] = torch.maximum(error, errors.get((site, role), error))  # NaN stays
         if not errors:
             return
         values = torch.stack(list(errors.values())).tolist()  # the one wait
         worst: dict[str, tuple[float, Role, float]] = {}
+        doubted, self._doubtful = self._doubtful, set()
         for (site, role), error in zip(errors, values, strict=True):
+            if math.isnan(error) and role is not Role.FPROP and (site, role) not in doubted:
+                self._doubtful.add((site, role))
+                continue
             excess = math.inf if math.isnan(error) else error / self.bounds[role]
             if excess > worst.get(site, (1.0,))[0]:
                 worst[site] = (excess, role, error)
@@ -126,7 +136,7 @@ class Guard:
 
     def _follow_swaps(self) -> None:
         """A block of the same chain was bound anew, or went with the one in front: watch the module that stands there now."""
-        applied = required_applied(self._model)
+        self._applied = applied = required_applied(self._model)
         for site in [site for site in self._sites if site not in applied.swaps]:
             del self._sites[site]
         for site, watched in self._sites.items():
@@ -183,18 +193,21 @@ def _is_watched(applied: AppliedPlan, site: str) -> bool:
 
 
 @contextmanager
-def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Generator) -> "Iterator[dict[str, _Seen]]":
-    """The rows of the last call of every site in the block, with the gradients of its output where there are any."""
-    seen: dict[str, _Seen] = {}
+def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Generator) -> "Iterator[dict[str, list[_Seen]]]":
+    """Rows of the calls of every site in the block, with the gradients of its output where there are any."""
+    seen: dict[str, list[_Seen]] = {}
 
     def watch(site: str) -> "torch.utils.hooks.RemovableHandle":
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
             x = input_of(args, kwargs)
+            if x.is_nested or len(seen.get(site, ())) == MOST_CALLS:
+                return
             x_MK = x.detach().reshape(-1, x.shape[-1])
             if not x_MK.shape[0]:
                 return
             picked = _pick(x_MK, rows, generator)
-            seen[site] = now = _Seen(x_MK[picked].float())
+            now = _Seen(x_MK[picked].float())
+            seen.setdefault(site, []).append(now)
 
             def see_gradient(dy: Tensor) -> None:
                 dy_MN = dy.detach().reshape(-1, dy.shape[-1])
@@ -212,6 +225,11 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _to_judge(calls: "list[_Seen]") -> "list[_Seen]":
+    """Where some got a gradient, the others are repetitions of activation checkpointing, or not of the training."""
+    return [call for call in calls if call.dy_RN is not None] or calls
 
 
 def _pick(x_MK: Tensor, rows: int, generator: torch.Generator) -> Tensor:

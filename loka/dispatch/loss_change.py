@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from loka.core.errors import InvalidInput
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
-from loka.nn.graph import left_as_it_was
+from loka.nn.graph import left_as_it_was, random_state_kept
 from loka.nn.linear import input_of
 from loka.numerics.confidence import estimate_mean
 
@@ -50,13 +50,14 @@ class LossChange:
 
 
 def losses(model: nn.Module, batches: Sequence[Any], loss: Loss) -> list[float]:
-    """By batch, in eval mode, each from the state the model is in. Eager, for these passes are few and every plan would compile
-    anew."""
+    """By batch, in eval mode, each from the state the model and random numbers are in: what a loss draws, such as negatives, is
+    the same in every pass. Eager, for these passes are few and every plan would compile anew."""
     return [_loss_of(model, batch, loss) for batch in batches]
 
 
 def _loss_of(model: nn.Module, batch: Any, loss: Loss) -> float:
-    with left_as_it_was(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with left_as_it_was(model), random_state_kept(model), torch.no_grad(), eager:
         model.eval()
         return float(scalar(loss(model, batch)))
 

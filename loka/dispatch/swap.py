@@ -11,6 +11,11 @@ from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
 from loka.nn.unwrap import unwrapped
 
+# Of calls alone: those of state dicts are a stand-in's own.
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
 _REMEMBERED, _FROZEN = "_loka_applied", "_loka_frozen"
 
 
@@ -72,6 +77,17 @@ def required_applied(model: nn.Module) -> AppliedPlan:
     raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
 
 
+def require_own_parameters(applied: AppliedPlan) -> None:
+    """Raise where a user has put pruning or a parametrization on a stand-in, which would be lost with it."""
+    for site in applied.sites:
+        current = applied.module(site)
+        if not set(current._parameters) <= {"weight", "bias"} or "weight" not in current._parameters:
+            raise InvalidInput(
+                f"{site} was pruned or parametrized since the plan was applied, which would be lost: remove that first, by "
+                f"torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
+            )
+
+
 def refuse_frozen(model: nn.Module) -> None:
     if unwrapped(model).__dict__.get(_FROZEN):
         raise InvalidInput("this model was frozen for serving, for good: load your checkpoint into one that was not")
@@ -94,13 +110,23 @@ def put_in(model: nn.Module, swaps: Iterable[Swap]) -> None:
 
 
 def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
-    """Set each ``original`` back, with the parameters and the mode that its stand-in has now."""
+    """Set each ``original`` back, with the parameters, the mode and the users' hooks that its stand-in has now."""
     swaps = list(swaps)
     for swap in swaps:
         if isinstance(swap.current, PlannedLinear | FusedBlock):
             swap.original._parameters.update(swap.current._parameters)
+            carry_hooks(swap.current, swap.original)
         swap.original.train(swap.current.training)
     _replace(model, {id(swap.current): swap.original for swap in swaps})
+
+
+def carry_hooks(current: nn.Module, other: nn.Module) -> None:
+    """Give the hooks that users put on ``current`` to the module that takes its place; who holds a handle can still remove
+    them."""
+    for name in _HOOKS:
+        table = vars(current).get(name)
+        if table:
+            vars(other)[name] = table
 
 
 def _replace(model: nn.Module, now: Mapping[int, nn.Module]) -> None:

@@ -60,7 +60,10 @@ def _built(kind: str | None, n_features: int | None) -> nn.Module | str | None:
     found = getattr(nn, kind, None)
     if found is None:
         return f"{kind}, which follows it, is no class of torch.nn: no fused kernel computes it"
-    return found() if n_features is None else found(n_features)
+    try:
+        return found() if n_features is None else found(n_features)
+    except TypeError:  # such as GroupNorm and Threshold
+        return f"{kind}, which follows it, has settings that a Record does not hold: no fused kernel computes it"
 
 
 def random_block(shape: BlockShape, device: torch.device) -> FusedBlock | str:

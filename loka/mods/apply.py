@@ -14,7 +14,7 @@ from loka.mods.contract import MODS, Mod, Place
 from loka.mods.report import Change, LeftAlone, ModReport
 from loka.mods.trained import evidence_of_training
 from loka.nn.blocks import FoundBlocks, find_blocks
-from loka.nn.graph import is_from_torch
+from loka.nn.graph import left_as_it_was, names_inside_torch
 from loka.nn.graph_run import record_run
 from loka.nn.held import refuse_held_in_lists
 from loka.nn.unwrap import Example, arguments_of
@@ -70,7 +70,7 @@ def apply_mods(
     undo = _make(model, steps)
     if example is not None:
         try:
-            record_run(model, arguments_of(example))
+            _run_in_both_modes(model, example)
         except Exception as error:  # any of the user's own: it ran before
             undo()
             raise InvalidInput(
@@ -84,6 +84,14 @@ def apply_mods(
     return report
 
 
+def _run_in_both_modes(model: nn.Module, example: Example) -> None:
+    """As it trains and as it serves: torch's own modules take another way there."""
+    with left_as_it_was(model):
+        for training in (True, False):
+            model.train(training)
+            record_run(model, arguments_of(example))
+
+
 @dataclass(frozen=True)
 class _Step:
     mod: Mod
@@ -94,7 +102,7 @@ class _Step:
 def _plan(
     model: nn.Module, chosen: dict[str, Mod], kept: dict[str, str], found: FoundBlocks
 ) -> tuple[list[_Step], list[LeftAlone]]:
-    inside_torch, frozen = _inside_torch(model), _frozen(model)
+    inside_torch, frozen = names_inside_torch(model), _frozen(model)
     steps: list[_Step] = []
     left_alone: list[LeftAlone] = []
     gone: dict[str, nn.Parameter] = {}
@@ -187,18 +195,8 @@ def _why_not_any(name: str, module: nn.Module, inside_torch: dict[str, str]) -> 
         return "is the model itself: put it into another module to have it changed"
     if "forward" in vars(module):
         return "has a forward of its own, put on the instance"
-    return inside_torch.get(name)
-
-
-def _inside_torch(model: nn.Module) -> dict[str, str]:
-    """Parts of torch's own composite modules, such as an encoder layer, which read their parts' parameters themselves."""
-    return {
-        f"{name}.{part}" if name else part: f"is inside {type(module).__name__}, which reads its parameters directly"
-        for name, module in model.named_modules()
-        if is_from_torch(module)
-        for part, _ in module.named_modules()
-        if part
-    }
+    around = inside_torch.get(name)
+    return None if around is None else f"is inside {around}, which reads its parameters directly"
 
 
 def _frozen(model: nn.Module) -> dict[str, str]:

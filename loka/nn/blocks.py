@@ -23,8 +23,9 @@ _PRODUCTS = {
 }
 _PRODUCT_MODULES = (
     *(nn.MultiheadAttention, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase),
-    *(nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+    *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
+NEVER_CALLED = "never called"
 _LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d"}
 
 
@@ -81,7 +82,7 @@ class Block:
         if self.is_head:
             notes.append("head")
         if self.calls == 0:
-            notes.append("never called")
+            notes.append(NEVER_CALLED)
         if self.calls is not None and self.calls > 1:
             notes.append(f"called {self.calls} times")
         if self.aliases:

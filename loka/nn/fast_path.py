@@ -16,6 +16,15 @@ def passed_by(model: nn.Module) -> dict[str, str]:
 
 
 def _has_fast_path(module: nn.Module) -> bool:
-    if not isinstance(module, nn.TransformerEncoderLayer) or type(module).forward is not nn.TransformerEncoderLayer.forward:
+    if not isinstance(module, nn.TransformerEncoderLayer) or not _runs_torchs_forward(type(module)):
         return False
     return bool(module.self_attn.batch_first and module.activation_relu_or_gelu)
+
+
+def _runs_torchs_forward(kind: type[nn.TransformerEncoderLayer]) -> bool:
+    """Its forward is torch's, or calls that, as far as its code says."""
+    own = kind.forward
+    code = getattr(own, "__code__", None)
+    if own is nn.TransformerEncoderLayer.forward or code is None:
+        return True
+    return bool({"super", nn.TransformerEncoderLayer.__name__}.intersection(code.co_names))

@@ -8,11 +8,12 @@ import copy
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -103,17 +104,22 @@ _COPIES = {"bfloat16", "clone", "data", "detach", "double", "float", "half", "to
 def kind_of_module(module: nn.Module) -> Kind | None:
     """None for a module that is looked into rather than taken as one call.
 
-    A class of the user's own whose name ends in Norm counts as a norm, so that nobody puts a second one behind it.
+    A class of the user's own whose name ends in Norm counts as a norm, so that nobody puts a second one behind it; one that
+    holds linear layers does not.
     """
     if isinstance(module, nn.Linear):
         return Kind.SITE
-    if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and not is_from_torch(module)):
+    if isinstance(module, _NORMS) or (type(module).__name__.endswith("Norm") and _is_leaf_of_theirs(module)):
         return Kind.NORM
     if isinstance(module, _PASSING_MODULES):
         return Kind.PASS
     if isinstance(module, _ACTIVATIONS):
         return Kind.ACTIVATION
     return Kind.OTHER if is_from_torch(module) else None
+
+
+def _is_leaf_of_theirs(module: nn.Module) -> bool:
+    return not is_from_torch(module) and not any(isinstance(part, nn.Linear) for part in module.modules())
 
 
 def changes_shape_alone(call: Call, model: nn.Module) -> bool:
@@ -126,6 +132,25 @@ def changes_shape_alone(call: Call, model: nn.Module) -> bool:
 def is_from_torch(module: nn.Module) -> bool:
     """A module of ``torch.nn`` that computes something of its own, so no container."""
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
+
+
+def _is_made_from_torch(module: nn.Module) -> bool:
+    """Such a module, or one of a class derived from its class, whose forward may be torch's."""
+    return not isinstance(module, _CONTAINERS) and any(
+        base.__module__.startswith("torch.nn.") and base is not nn.Module for base in type(module).__mro__
+    )
+
+
+def names_inside_torch(model: nn.Module) -> dict[str, str]:
+    """Parts of torch's own composite modules, such as an encoder layer, and of classes derived from those, with the class: they
+    read their parts' parameters themselves."""
+    return {
+        f"{name}.{part}" if name else part: type(module).__name__
+        for name, module in model.named_modules()
+        if _is_made_from_torch(module)
+        for part, _ in module.named_modules()
+        if part
+    }
 
 
 def kind_of_function(name: str, n_reads: int) -> Kind:
@@ -154,7 +179,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     tables += [value for table in tables for value in table.values() if type(value) in _COLLECTIONS]
     tables_before = [(table, copy.copy(table)) for table in tables]
     buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
-    held = {id(value): value for table in tables for value in (table.values() if isinstance(table, dict) else table)}
+    values = chain.from_iterable(table.values() if isinstance(table, dict) else table for table in tables)
+    held = {id(value): value for value in values if isinstance(value, Tensor | torch.Generator)}  # of a vocabulary, nothing
     others = [value for key, value in held.items() if key not in buffers_before and _is_own_tensor(value)]
     tensors_before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in others]
     generators_before = [(value, value.get_state()) for value in held.values() if isinstance(value, torch.Generator)]
@@ -182,8 +208,10 @@ def _is_own_tensor(value: object) -> TypeGuard[Tensor]:
 
 
 @contextmanager
-def random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Torch's random numbers, Python's, and numpy's where that is in use, go on behind it as if nobody had drawn any."""
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    """Torch's random numbers, on the model's GPUs too, Python's, and numpy's where that is in use, go on behind it as if nobody
+    had drawn any."""
+    devices = list({parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"})
     numpy = sys.modules.get("numpy")
     python_before, numpy_before = random.getstate(), numpy.random.get_state() if numpy else None
     try:

@@ -35,7 +35,7 @@ def record_run(model: nn.Module, given: Arguments) -> Graph:
     recorder = _Recorder(model)
     with ExitStack() as stack:
         stack.enter_context(left_as_it_was(model))
-        stack.enter_context(random_state_kept(_cuda_devices(model)))
+        stack.enter_context(random_state_kept(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled part would make calls of its own
         recorder.watch_modules(stack)
@@ -152,7 +152,3 @@ def _name_of(function: Any) -> str:
 
 def _tensors_in(value: object, depth: int = 8) -> Iterator[Tensor]:
     return (part for part in within(value, depth, objects=True) if isinstance(part, Tensor))
-
-
-def _cuda_devices(model: nn.Module) -> list[torch.device]:
-    return list({parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"})

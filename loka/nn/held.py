@@ -15,9 +15,9 @@ def refuse_held_in_lists(model: nn.Module, replaced: Iterable[nn.Module]) -> Non
     names = {id(module): name for name, module in model.named_modules()}
     for owner_name, owner in model.named_modules():
         for attribute, value in vars(owner).items():
-            if attribute in ("_modules", "_parameters", "_buffers"):
+            if attribute in ("_modules", "_parameters", "_buffers") or attribute.endswith("_hooks"):
                 continue
-            found = next((names[id(one)] for one in within(value, depth=4) if id(one) in wanted), None)
+            found = next((names[id(one)] for one in within(value, depth=4, objects=True) if id(one) in wanted), None)
             if found is not None:
                 where = f"{owner_name}.{attribute}" if owner_name else attribute
                 how = "put there past nn.Module" if isinstance(value, nn.Module) else f"a plain {type(value).__name__}"

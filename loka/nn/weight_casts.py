@@ -54,8 +54,10 @@ def keep_current(holder: HoldsWeightCasts) -> None:
 
 def refresh(model: nn.Module) -> None:
     """Cast all weights of ``model`` again: call it after changing them by other means than a ``torch.optim`` optimizer."""
-    for holder in _holders_in(model):
-        holder.refresh_weight_casts()
+    for module in model.modules():
+        cast_again = getattr(module, "refresh_weight_casts", None)  # also of a layer that was frozen, and holds its weight
+        if callable(cast_again):
+            cast_again()
 
 
 def recast_after_step(model: nn.Module) -> None:

@@ -1,6 +1,8 @@
 """What a value holds, in collections inside of collections, whatever users put into attributes and batches."""
 
 import dataclasses
+import functools
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -10,8 +12,9 @@ _NOT_THEIRS = ("builtins", "collections", "functools", "torch", "types")
 
 
 def within(value: object, depth: int, *, objects: bool = False) -> Iterator[object]:
-    """``value``, and what it holds down to ``depth``: items of collections, and with ``objects`` the fields of dataclasses and
-    the attributes of objects whose class is neither Python's nor torch's. Tensors and modules are not looked into."""
+    """``value``, and what it holds down to ``depth``: items of collections, and with ``objects`` the fields of dataclasses, the
+    attributes of objects whose class is neither Python's nor torch's, what a partial is given, and whose a bound method is.
+    Tensors and modules are not looked into."""
     yield value
     if depth:
         for part in _parts_of(value, objects):
@@ -28,6 +31,10 @@ def _parts_of(value: object, objects: bool) -> Iterable[object]:
         return value
     if not objects or isinstance(value, type | nn.Module | Tensor):
         return ()
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     is_theirs = type(value).__module__.partition(".")[0] not in _NOT_THEIRS

@@ -1,12 +1,15 @@
 """What the model's data flow says about a site, in the Record's words."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import nn
 
-from loka.nn.blocks import Block, FoundBlocks, find_blocks
+from loka.nn.blocks import Block, Consumer, FoundBlocks, find_blocks
 from loka.nn.graph import Kind
 from loka.nn.linear import LokaLinear, why_not_swapped
 from loka.nn.unwrap import Example, arguments_of
@@ -38,11 +41,48 @@ def producers_of(found: FoundBlocks) -> Mapping[str, str]:
     return producers
 
 
-def why_stays(module: nn.Linear, block: Block) -> str | None:
-    """Why nothing can stand in for the layer, or should: a head would stay, so what may be one does too."""
+def merged(flows: Sequence[FoundBlocks]) -> FoundBlocks:
+    """What holds in every run of a model that does not do the same for every batch: a site has a norm, an activation or one
+    reader where it has it in all runs that call it. A norm or an activation behind several sites is behind none."""
+    blocks = [reduce(_both, of_site) for of_site in zip(*flows, strict=True)]
+    followers = Counter(follower.module for block in blocks for follower in (block.norm, block.activation) if follower)
+    shared = {module for module, sites in followers.items() if module is not None and sites > 1}
+    uncovered = dict.fromkeys(uncovered for flow in flows for uncovered in flow.uncovered)
+    return FoundBlocks(tuple(_without(block, shared) for block in blocks), flows[0].graph, tuple(uncovered))
+
+
+def _both(one: Block, other: Block) -> Block:
+    if one.calls == 0 or other.calls == 0:
+        return other if one.calls == 0 else one
+    alike = one.norm == other.norm and one.activation == other.activation
+    both = replace(
+        one,
+        consumers=tuple(dict.fromkeys((*one.consumers, *other.consumers))),
+        is_head=True if True in (one.is_head, other.is_head) else None if None in (one.is_head, other.is_head) else False,
+        calls=None if one.calls is None or other.calls is None else max(one.calls, other.calls),
+        entry=one.entry if one.entry == other.entry else None,
+        read_by=one.read_by or other.read_by,
+    )
+    return both if alike else _alone(both)
+
+
+def _without(block: Block, shared: Collection[str]) -> Block:
+    names = {follower.module for follower in (block.norm, block.activation) if follower}
+    return _alone(block) if names.intersection(shared) else block
+
+
+def _alone(block: Block) -> Block:
+    """The site by itself: what follows is another thing at another time, so that nobody knows who reads it."""
+    return replace(block, norm=None, activation=None, consumers=(*block.consumers, Consumer(Kind.UNKNOWN, "?")))
+
+
+def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_torch: bool) -> str | None:
+    """Why nothing can stand in for the layer, or should: a head would stay, so what may be one does too. Inside a module of
+    torch's own nothing is a head."""
     if not isinstance(module, LokaLinear) and (reason := why_not_swapped(module)):
         return reason
-    if block.is_head is None and block.calls != 0:
+    is_unknown = block.is_head is None and block.calls != 0
+    if is_unknown or (was_called and block.calls == 0 and not is_inside_torch):
         return (
             "may be a prediction head: who reads its output shows only in a run of forward, which failed or was not seen. "
             "Give the Probe forward's arguments: Probe(model, example=…)"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,12 +21,13 @@ from loka.core.record import Record, SiteRecord
 from loka.kernels.device import device_of
 from loka.nn.blocks import Block, FoundBlocks, find_blocks
 from loka.nn.fast_path import passed_by
+from loka.nn.graph import names_inside_torch
 from loka.nn.unwrap import Example, arguments_of, unwrapped
 from loka.numerics.formats import format_of
 from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
 from loka.probe.exact import exact_products
-from loka.probe.facts import blocks_of, producers_of
+from loka.probe.facts import blocks_of, merged, producers_of
 from loka.probe.findings.contract import find_all
 from loka.probe.site_learning import SiteLearning
 from loka.probe.statistics.contract import Rows
@@ -35,6 +36,7 @@ from loka.probe.weights import WeightsOverTime, weight_of
 
 logger = logging.getLogger("loka")
 
+MOST_FLOWS = 8  # each takes one forward pass more
 SPREAD = 4  # a sample is learned within one in so many of the steps before the next
 
 
@@ -85,9 +87,10 @@ class Probe:
         self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._clock = StepClock(self._device)
-        self._found: FoundBlocks | None = None
+        self._found: list[FoundBlocks] = []  # one for each set of sites that a step called, at most MOST_FLOWS
+        self._flows: set[frozenset[str]] = set()
         self._weights = WeightsOverTime(self._sites) if weights_over_time else None
-        self._dtype: torch.dtype | None = None
+        self._dtypes: dict[str, torch.dtype] = {}  # what each site was last called in
         self._samples = 0
         self._unlearned: deque[tuple[SiteLearning, Rows]] = deque()  # of the newest sample
         self._sites_a_step = 0  # to be learned behind each step
@@ -110,6 +113,7 @@ class Probe:
         self._learn_all()
         if (device := self._one_device()) != self._device:
             raise InvalidInput(f"the model moved from {self._device} to {device}: make the Probe behind model.to(…)")
+        self._require_same_sites()
         full = [name for name, form in self.memory.forms.items() if form is Covariance.FULL]
         stance = torch.compiler.set_stance("force_eager")
         with stance, watch(self._model, self._sites, self._rows, self._generator, with_dw=full) as seen:
@@ -123,7 +127,9 @@ class Probe:
     def save(self, run: str | Path) -> "Future[Path]":
         """Take the Record now, and look through and write it beside the training: ``.result()`` waits and gives the file."""
         taken = self._taken()
-        return self._writer.submit(lambda: _with_findings(taken).save(run))
+        written = self._writer.submit(lambda: _with_findings(taken).save(run))
+        written.add_done_callback(lambda done: _tell_failure(done, run))
+        return written
 
     def detach(self) -> None:
         """Stop for good, with every file written. No hook is on the model between steps, so there is nothing else to undo."""
@@ -131,6 +137,15 @@ class Probe:
         self._detached = True
         self._writer.shutdown()
         self._writer = _writer()  # for a Record that is saved yet; it has no thread before
+
+    def _require_same_sites(self) -> None:
+        now = dict(self._model.named_modules())
+        replaced = [name for name, site in self._sites.items() if now.get(name) is not site]
+        if replaced:
+            raise InvalidInput(
+                f"{', '.join(replaced)}: another module than when this Probe was made, put there by a plan or by hand. It "
+                f"would not be seen. Make a new Probe"
+            )
 
     def _one_device(self) -> torch.device:
         """Where the sites lie, all of them: statistics are gathered there."""
@@ -143,15 +158,22 @@ class Probe:
         if not self._samples:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
         self._learn_all()
-        found = self._found or find_blocks(self._model)
+        found = merged(self._found or [find_blocks(self._model)])
         producers, passed = producers_of(found), passed_by(self._model)
+        dtype, inside_torch = self._dtype(), names_inside_torch(self._model)
         with _outside_autograd():
-            sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
-        sites = {name: dataclasses.replace(site, stays_serving=passed.get(name)) for name, site in sites.items()}
+            sites = {
+                name: self._site(name, found.of(name), producers.get(name), is_inside_torch=name in inside_torch)
+                for name in self._sites
+            }
+        sites = {
+            name: dataclasses.replace(site, stays=site.stays or self._why_apart(name, dtype), stays_serving=passed.get(name))
+            for name, site in sites.items()
+        }
         return Record(
             fingerprint=fingerprint((site.name, site.k, site.n, site.has_bias) for site in sites.values()),
             environment=current_environment(device_of(self._device)),
-            dtype=self._format(),
+            dtype=self._format(dtype),
             step_us=self._clock.median_us(),
             sites=sites,
             uncovered=tuple(map(str, found.uncovered)),
@@ -160,8 +182,7 @@ class Probe:
 
     def _take(self, seen: Watch) -> None:
         """Keep what a step showed, to be learned later; at once what is first seen, and what a device must be waited for."""
-        if self._found is None:
-            self._found = blocks_of(self._model, seen, self._example)
+        self._look_who_reads_what(seen)
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         all_finite = _all_finite(seen)
@@ -170,12 +191,23 @@ class Probe:
                 self._weights.observe()
             for name, site in self._learning.items():
                 calls = seen.trained_calls(name)
-                self._dtype = calls[-1].dtype if calls else self._dtype
+                if calls:
+                    self._dtypes[name] = calls[-1].dtype
                 rows = site.look(calls, seen.dw_NK.get(name), all_finite=all_finite)
                 if rows is not None and site.may_wait:
                     self._unlearned.append((site, rows))
                 elif rows is not None:
                     site.learn(rows, self._fade)
+
+    def _look_who_reads_what(self, seen: Watch) -> None:
+        """Behind the first step, and behind one that called other sites than those before it: models branch, by domain or
+        task."""
+        called = frozenset(seen.calls)
+        if called in self._flows or len(self._found) == MOST_FLOWS:
+            return
+        found = blocks_of(self._model, seen, None if self._found else self._example)
+        self._found.append(found)
+        self._flows |= {called, frozenset(block.site for block in found if block.calls != 0)}
 
     def _learn(self, sites: int) -> None:
         if not self._unlearned:
@@ -188,13 +220,26 @@ class Probe:
     def _learn_all(self) -> None:
         self._learn(len(self._unlearned))
 
-    def _site(self, name: str, block: Block, producer: str | None) -> SiteRecord:
+    def _site(self, name: str, block: Block, producer: str | None, *, is_inside_torch: bool) -> SiteRecord:
         more = {} if self._weights is None else self._weights.statistic(name)
         notes = () if self._weights is None else self._weights.notes(name)
-        return self._learning[name].record(name, block, producer, self._samples, more, notes)
+        learning = self._learning[name]
+        return learning.record(name, block, producer, self._samples, more, notes, is_inside_torch=is_inside_torch)
 
-    def _format(self) -> Format:
-        dtype = self._dtype or weight_of(next(iter(self._sites.values()))).dtype
+    def _dtype(self) -> torch.dtype:
+        """What most of the weights that were multiplied were multiplied in."""
+        weights: Counter[torch.dtype] = Counter()
+        for name, dtype in self._dtypes.items():
+            weights[dtype] += weight_of(self._sites[name]).numel()
+        return weights.most_common(1)[0][0] if weights else weight_of(next(iter(self._sites.values()))).dtype
+
+    def _why_apart(self, name: str, dtype: torch.dtype) -> str | None:
+        own = self._dtypes.get(name, dtype)
+        if own is dtype:
+            return None
+        return f"runs in {format_of(own)}, and most of the model in {format_of(dtype)}, which kernels are compared with"
+
+    def _format(self, dtype: torch.dtype) -> Format:
         if dtype is torch.float32 and self._device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
             return Format.TF32
         return format_of(dtype)
@@ -212,6 +257,12 @@ def _all_finite(seen: Watch) -> bool:
     of_calls = [tensor for calls in seen.calls.values() for call in calls for tensor in (call.x_RK, call.dy_RN)]
     tensors = [tensor for tensor in [*of_calls, *seen.dw_NK.values()] if tensor is not None]
     return bool(torch.nn.utils.get_total_norm(tensors, norm_type=1.0).isfinite())
+
+
+def _tell_failure(written: "Future[Path]", run: str | Path) -> None:
+    """Whoever waits for the file is told by ``result``; others would not hear of it."""
+    if (failure := written.exception()) is not None:
+        logger.warning("the Record could not be written to %s: %s: %s", run, type(failure).__name__, failure)
 
 
 def _writer() -> ThreadPoolExecutor:

@@ -10,7 +10,7 @@ from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
 from loka.core.record import SiteRecord
 from loka.core.statistics import Statistic
-from loka.nn.blocks import Block
+from loka.nn.blocks import NEVER_CALLED, Block
 from loka.numerics.formats import format_of
 from loka.probe.facts import why_stays
 from loka.probe.history import History
@@ -73,7 +73,15 @@ class SiteLearning:
         self._samples += 1
 
     def record(
-        self, name: str, block: Block, producer: str | None, samples: int, more: dict[str, Statistic], notes: tuple[str, ...]
+        self,
+        name: str,
+        block: Block,
+        producer: str | None,
+        samples: int,
+        more: dict[str, Statistic],
+        notes: tuple[str, ...],
+        *,
+        is_inside_torch: bool,
     ) -> SiteRecord:
         """All of it on the CPU, with ``more`` statistics and ``notes``; ``samples`` are those the Probe took."""
         module, weight_NK = self._module, weight_of(self._module)
@@ -83,7 +91,7 @@ class SiteLearning:
             n=module.out_features,
             has_bias=module.bias is not None,
             is_head=bool(block.is_head),
-            stays=why_stays(module, block),
+            stays=why_stays(module, block, was_called=bool(self._calls), is_inside_torch=is_inside_torch),
             trains=self._trains,
             needs_dx=self._needs_dx,
             needs_dw=weight_learns(module),
@@ -97,7 +105,7 @@ class SiteLearning:
             entry=block.entry.module if block.entry else None,
             entry_block=block.entry.block if block.entry else None,
             bias_norms=self._bias_norms.numbers(),
-            notes=(*block.notes, *self._notes, *notes),
+            notes=(*(note for note in block.notes if note != NEVER_CALLED or not self._calls), *self._notes, *notes),
             weight_format=format_of(weight_NK.dtype),
             weight_NK=_copy(weight_NK),
             bias_N=None if module.bias is None else _copy(module.bias),

@@ -9,7 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -99,7 +99,7 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
     def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         x = args[0] if args else kwargs.get("input")
         if not (_ends_in(x, module.in_features) and _ends_in(y, module.out_features)):
-            return  # a subclass that takes or gives something else
+            return  # a subclass that takes or gives something else; or rows that are none of the step's own tensors
         x_MK = x.detach().reshape(-1, module.in_features)
         m = x_MK.shape[0]
         if not m:
@@ -108,17 +108,25 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
         call = Call(m, x_MK[chosen_R].float(), y.dtype, x.requires_grad)
         seen.calls.setdefault(name, []).append(call)
         if y.requires_grad:
-            y.register_hook(lambda dy: _take_gradient(call, dy, chosen_R))
+            y.register_hook(lambda dy: _take_gradient(seen.calls[name], call, dy, chosen_R))
 
     return hook
 
 
 def _ends_in(value: object, features: int) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[-1] == features
+    """Not of nested tensors, nor of what ``torch.func`` puts in a tensor's place: their rows are not to be had."""
+    if not isinstance(value, Tensor) or value.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return False
+    return value.ndim > 0 and value.shape[-1] == features
 
 
-def _take_gradient(call: Call, dy: Tensor, chosen_R: Tensor) -> None:
-    call.dy_RN = dy.detach().reshape(call.m, -1)[chosen_R].float()
+def _take_gradient(calls: list[Call], call: Call, dy: Tensor, chosen_R: Tensor) -> None:
+    """Of a second backward pass through the same call, as for a second task, another call with the same rows of x."""
+    dy_RN = dy.detach().reshape(call.m, -1)[chosen_R].float()
+    if call.dy_RN is None:
+        call.dy_RN = dy_RN
+    else:
+        calls.append(replace(call, dy_RN=dy_RN))
 
 
 def choose_rows(m: int, rows: int, generator: torch.Generator) -> Tensor:

@@ -1,6 +1,7 @@
 """The joint check: sites planted to hurt, or to be slow, are given back; the model is left as it was."""
 
 import math
+import random
 from typing import Any
 
 import msgspec
@@ -428,3 +429,27 @@ def test_a_plan_for_serving_is_checked_in_eval_mode_and_without_gradients_alone(
     plan, rows = plan_for(model, {"0": ROWWISE}, goal=Goal.SERVING), [batch(1, seed) for seed in range(3)]
     checked = loka.check_plan(model, plan, rows, loss=in_numpy, max_loss_change=1.0, min_speedup=0.0, repeats=1)
     assert checked.plan is plan
+
+
+def test_what_the_loss_draws_is_the_same_in_every_pass() -> None:
+    """Negatives by lot, say: three passes with different ones would tell how those differ, and not what rounding costs."""
+
+    def drawing(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x + torch.randn_like(x) + random.random())
+
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+    random.seed(0)
+    torch.manual_seed(0)
+    (only,) = loka.check_plan(tower(), plan, BATCHES, loss=drawing, max_loss_change=0.05, min_speedup=0.0, repeats=1).rounds
+    assert 0 < only.change.rounding < 0.05
+    assert only.change.rounding == pytest.approx(only.change.whole, rel=0.05)
+
+
+def test_an_optimizer_within_backward_takes_no_step() -> None:
+    model = tower()
+    steps: list[Tensor] = []
+    handles = [parameter.register_post_accumulate_grad_hook(steps.append) for parameter in model.parameters()]
+    check(plan_for(model, dict.fromkeys(SITES, ROWWISE)), model, max_loss_change=0.05)
+    assert steps == []
+    loss(model, BATCHES[0]).backward()
+    assert len(steps) == len(handles)

@@ -2,12 +2,14 @@
 
 import copy
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 from emulated_block import emulate
 from plans import MIXED, ROWWISE, batch, plan_for, tower
 from torch import nn
+from torch.nn.utils import prune
 
 import loka
 from loka.core.errors import InvalidInput
@@ -263,3 +265,68 @@ def test_a_planned_copy_has_its_buffers_in_the_same_order() -> None:
     loka.apply_plan(model, plan_for(model, MIXED))
     names = [[name for name, _ in one.named_buffers()] for one in (model, copy.deepcopy(model))]
     assert names[0] == names[1]
+
+
+def test_a_weight_that_a_function_reads_too_is_not_dropped() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.deep, self.head = nn.Linear(24, 32), nn.Linear(24, 32), nn.Linear(32, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            again = nn.functional.linear(self.encode(x).relu(), self.encode.weight.t())
+            return self.head(self.deep(again).relu())
+
+    torch.manual_seed(0)
+    model = Tied()
+    loka.apply_plan(model, plan_for(model, dict.fromkeys(("encode", "deep"), ROWWISE), goal=Goal.SERVING))
+    expected = model(batch())
+    loka.freeze(model, drop_high_precision=True)
+    assert torch.equal(model(batch()), expected)
+    assert set(model.state_dict()) == {"encode.weight", "encode.bias", "deep.bias", "head.weight", "head.bias"}
+
+
+def test_a_frozen_model_is_refreshed_and_not_trained() -> None:
+    model = tower()
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}, goal=Goal.SERVING))
+    loka.freeze(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loka.refresh(model)
+    assert not model.bottom(batch()).any()
+    model.requires_grad_(True)
+    with pytest.raises(InvalidInput, match="has no gradients"):
+        model(batch())
+    dropped = tower()
+    loka.apply_plan(dropped, plan_for(dropped, {"bottom": ROWWISE}, goal=Goal.SERVING))
+    loka.freeze(dropped, drop_high_precision=True)
+    with pytest.raises(InvalidInput, match="nothing to cast again"):
+        loka.refresh(dropped)
+
+
+@pytest.mark.parametrize("undo", [loka.restore, loka.freeze])
+def test_hooks_that_were_put_on_a_stand_in_stay(undo: Any) -> None:
+    model, calls = tower(), []
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}, goal=Goal.SERVING))
+    handle = model.bottom.register_forward_hook(lambda *_: calls.append(1))
+    undo(model)
+    with torch.no_grad():
+        model(batch())
+        assert len(calls) == 1
+        handle.remove()
+        model(batch())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("undo", [loka.restore, loka.freeze])
+def test_what_was_pruned_since_is_not_lost(undo: Any) -> None:
+    model = tower()
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}, goal=Goal.SERVING))
+    prune.l1_unstructured(model.bottom, "weight", 0.5)
+    with pytest.raises(InvalidInput, match="pruned or parametrized"):
+        undo(model)
+    prune.remove(model.bottom, "weight")
+    loka.refresh(model)
+    undo(model)
+    assert float((model.bottom.weight == 0).float().mean()) == 0.5

@@ -5,8 +5,9 @@ import logging
 import pytest
 import torch
 from emulated_block import emulate
-from plans import batch, plan_for, tower
+from plans import Tower, batch, plan_for, tower
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.errors import InvalidInput
@@ -16,6 +17,7 @@ from loka.core.recipe import Format, Scaling, Transform
 from loka.core.record import Record
 from loka.dispatch.drift import Cast, SiteCasts, feature_energy, predicted_errors
 from loka.dispatch.planned import PlannedLinear
+from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
 from loka.numerics.metrics import mere_floored
 
@@ -210,3 +212,54 @@ def test_one_example_whose_gradient_takes_a_tensors_whole_range_is_seen() -> Non
         model.zero_grad()
         (model(healthy[0]).square() * weight_M1).mean().backward()
     assert {event.role for event in guard.events} == {Role.DGRAD}
+
+
+TENSORWISE_DGRAD = SiteKernels("torch.fp32", "reference.tensorwise", "torch.fp32")
+
+
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_gradients_are_seen_under_checkpointing(use_reentrant: bool | None) -> None:
+    """Which runs a site twice: one of the calls gets the gradient."""
+    model, guard = guarded(TENSORWISE_DGRAD, every=1, rows=32)
+    assert isinstance(model, Tower)
+    one_large = torch.ones(2000, 1)
+    one_large[1234] = 1e7
+    with guard.step():
+        x = model.bottom(batch(2000)).relu()
+        y = model.top(x) if use_reentrant is None else checkpoint(model.top, x, use_reentrant=use_reentrant)
+        (model.head(y).square() * one_large).mean().backward()
+    assert ("top.0", Role.DGRAD) in [(event.site, event.role) for event in guard.events]
+
+
+def test_every_call_of_a_step_is_looked_at() -> None:
+    model, guard = guarded(every=1)
+    with guard.step():
+        for x in (drifted(batch(100)), batch(100), batch(17)):
+            model(x).square().mean().backward()
+        with torch.no_grad():
+            model(batch(10))
+    assert [event.site for event in guard.events] == ["bottom"]
+
+
+def test_a_batch_whose_gradients_are_no_numbers_is_asked_once_more() -> None:
+    model, guard = guarded(every=100)
+    with guard.step():
+        (model(batch(50)).sum() * torch.inf).backward()  # which a training loop skips
+    assert guard.events == []
+    run(model, guard, [batch(50)])
+    assert guard.events == []
+    run(model, guard, [batch(50)] * 98)
+    for _ in range(2):
+        with guard.step():
+            (model(batch(50)).sum() * torch.inf).backward()
+    assert {event.site for event in guard.events} == {"bottom", "top.0"}
+
+
+def test_a_guard_of_a_plan_that_is_gone_says_so() -> None:
+    model, guard = guarded(every=1)
+    plan = applied_to(model)
+    assert plan is not None
+    loka.restore(model)
+    loka.apply_plan(model, plan.plan)
+    with pytest.raises(InvalidInput, match="make a new Guard"), guard.step():
+        pass

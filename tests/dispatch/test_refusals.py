@@ -386,3 +386,13 @@ def test_nor_one_that_is_hidden_deeper(hidden: Callable[[Listed], object], how: 
     model.__dict__["hidden"] = hidden(model)
     with pytest.raises(InvalidInput, match=f"lower is to be replaced, and hidden, {how}, holds it too"):
         loka.apply_plan(model, plan_for(model, {"lower": ROWWISE}))
+
+
+def test_a_layer_that_is_compiled_by_itself_is_refused() -> None:
+    """torch.compile calls the layer that it was given, whatever stands in its place."""
+    model = tower()
+    model.bottom = torch.compile(model.bottom, backend="eager")  # type: ignore[assignment]
+    plan = plan_for(model, {"bottom._orig_mod": ROWWISE})
+    with pytest.raises(KernelUnavailable, match="compile the module around it"):
+        loka.apply_plan(model, plan)
+    assert loka.apply_plan(model, plan, on_missing="high_precision").sites == ()

@@ -1,5 +1,6 @@
 """Packed weights of oneDNN: right in every call that finds one again, and few."""
 
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
 import pytest
@@ -68,10 +69,37 @@ def test_packed_weights_are_kept_for_the_last_numbers_of_rows(monkeypatch: pytes
 
     monkeypatch.setattr(onednn, "IS_ARM", True)
     monkeypatch.setattr(onednn, "_pack_quantized", pack)
-    packed_for = onednn._pack_for_dynamic(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1))
+    packed_for, _ = onednn._pack_for_dynamic(torch.ones(8, 32, dtype=torch.int8), torch.ones(8, 1))
     for rows in range(1, 100):
         packed_for(rows)
     assert len(alive) == onednn.ROW_COUNTS_KEPT
     assert packed_for(99) in alive
     del packed_for
     assert not alive
+
+
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_threads_may_multiply_by_one_weight_at_once(name: str) -> None:
+    """On Arm two of them ended the process in oneDNN's dynamic product."""
+    kernel = able(name)
+    x, weight = torch.randn(40, 64), torch.randn(48, 64)
+    a, b = operands_of(kernel, Role.FPROP, {TensorName.X: x, TensorName.W: weight})
+    expected = multiply(kernel, Role.FPROP, a, b, torch.float32)
+    with ThreadPoolExecutor(4) as threads:
+        products = threads.map(lambda _: multiply(kernel, Role.FPROP, a, b, torch.float32), range(200))
+    assert all(torch.equal(product, expected) for product in products)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_scales_are_fp32_whatever_the_default_is(name: str, default: torch.dtype) -> None:
+    kernel = able(name)
+    tensors = {TensorName.X: torch.randn(8, 64), TensorName.W: torch.randn(48, 64)}
+    expected = multiply(kernel, Role.FPROP, *operands_of(kernel, Role.FPROP, tensors), torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        product = multiply(kernel, Role.FPROP, *operands_of(kernel, Role.FPROP, tensors), torch.float32)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(product, expected)

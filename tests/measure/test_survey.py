@@ -246,6 +246,8 @@ class TestSitesOfAllKinds:
             site_record("layer_norm", normal_weight(), **behind),
             site_record("block_norm", normal_weight(), **behind | {"norm_kind": "BlockNorm", "activation_kind": "Hardswish"}),
             site_record("own", normal_weight(), **behind | {"activation_kind": "MyActivation"}),
+            site_record("groups", normal_weight(), **behind | {"norm_kind": "GroupNorm"}),
+            site_record("threshold", normal_weight(), activation="act", activation_kind="Threshold"),
             site_record("alone", normal_weight()),
         )
         survey = measure(record_of(*sites), kernels=["torch.fp32"])
@@ -254,6 +256,8 @@ class TestSitesOfAllKinds:
         assert reasons["block_norm"] == ["needs an NVIDIA GPU"]
         assert "apply the Mod block_norm" in reasons["layer_norm"][0]
         assert "MyActivation, which follows it, is no class of torch.nn" in reasons["own"][0]
+        assert "GroupNorm, which follows it, has settings" in reasons["groups"][0]
+        assert "Threshold, which follows it, has settings" in reasons["threshold"][0]
 
 
 class TestCeiling:

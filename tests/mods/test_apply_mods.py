@@ -1,7 +1,9 @@
 """The rules around Mods: what is left alone and why, the report, and mistakes."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -371,3 +373,64 @@ def test_a_mod_is_added_by_registering_it() -> None:
 def test_the_registry_holds_the_four() -> None:
     assert MODS.names() == ["block_norm", "hard_swish", "insert_norm", "no_bias"]
     assert [name for name, mod in MODS.items() if mod.default] == ["block_norm", "hard_swish", "no_bias"]
+
+
+def test_a_class_derived_from_torchs_own_is_left_alone() -> None:
+    class Layer(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(16, 2, 32, batch_first=True, activation="gelu")
+
+    class Encoded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = Layer(), nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x).mean(1))
+
+    model = Encoded()
+    report = loka.apply_mods(model)
+    assert not report.changes
+    assert "is inside Layer, which reads its parameters directly" in reasons(report)["block_norm layer.norm1"]
+    with torch.no_grad():
+        model.eval()(torch.randn(4, 3, 16))
+
+
+def test_a_model_that_no_longer_serves_is_given_back() -> None:
+    """Its forward reads the norm's weight in eval mode alone."""
+
+    class Fussy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.fc, self.norm, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(self.fc(self.first(x).relu()))
+            return self.head(y if self.training else y * self.norm.weight)
+
+    model = Fussy()
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(InvalidInput, match="no longer runs on the example"):
+        loka.apply_mods(model, "block_norm", example=(torch.randn(4, 8),))
+    assert [type(module) for module in model.modules()] == before
+    assert model.training
+
+
+@pytest.mark.parametrize("hold", [lambda layer: Stage(layer), lambda layer: partial(layer), lambda layer: layer.forward])
+def test_a_module_that_an_object_holds_too_is_not_replaced(hold: Callable[[nn.Module], object]) -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm, self.head = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+            self.stage = hold(self.norm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.fc(x)).relu())
+
+    with pytest.raises(InvalidInput, match="norm is to be replaced, and stage"):
+        loka.apply_mods(Held(), "block_norm")
+
+
+@dataclass
+class Stage:
+    layer: nn.Module

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,11 +220,17 @@ def test_subclasses_that_take_or_give_something_else_are_passed_by() -> None:
     assert [(site.calls, bool(site.stays)) for site in record.sites.values()] == [({}, True), ({}, True), ({8: 1.0}, False)]
 
 
-def test_layers_that_torch_passes_by_when_it_serves_are_planned_for_training_alone() -> None:
+class ByTorch(nn.TransformerEncoderLayer):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + 0
+
+
+@pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, ByTorch])
+def test_layers_that_torch_passes_by_when_it_serves_are_planned_for_training_alone(layer: Any) -> None:
     class Encoded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+            self.encoder = layer(32, 2, 64, dropout=0.0, batch_first=True)
             self.after, self.head = nn.Linear(32, 32), nn.Linear(32, 1)
 
         def forward(self, x: Tensor) -> Tensor:

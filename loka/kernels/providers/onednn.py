@@ -10,11 +10,13 @@ scale 20 (Neoverse-N1, 2 threads, torch 2.13).
 """
 
 import platform
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,7 +127,7 @@ class OnednnCaster:
 def _cast(x: Tensor, spec: OperandSpec) -> Operand:
     dims = 1 if spec.scaling is Scaling.ROWWISE else (0, 1)
     if x.numel() == 0:  # there is nothing to reduce over
-        scale = torch.ones(x.shape[0] if dims == 1 else 1, 1)
+        scale = torch.ones(x.shape[0] if dims == 1 else 1, 1, dtype=torch.float32)
     else:
         amax = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True))  # half the time of abs().amax()
         scale = scale_from_amax(amax.float(), Format.INT8)
@@ -137,6 +139,7 @@ def _cast(x: Tensor, spec: OperandSpec) -> Operand:
 
 
 Packed = TypeVar("Packed")
+_choosing_the_engine = threading.Lock()  # it is torch's, for all threads
 
 
 class _PackedCache(Generic[Packed]):
@@ -147,9 +150,10 @@ class _PackedCache(Generic[Packed]):
         self._entries = WeakTensorKeyDictionary()
 
     def get(self, codes: Tensor, *details: Tensor) -> Packed:
+        version = 0 if codes.is_inference() else codes._version  # such codes were made for one call
         entry = self._entries.get(codes)
-        if entry is None or entry[0] != codes._version:
-            entry = (codes._version, self._pack(codes, *details))
+        if entry is None or entry[0] != version:
+            entry = (version, self._pack(codes, *details))
             self._entries[codes] = entry
         return entry[1]
 
@@ -158,15 +162,19 @@ def _pack_for_int8(codes_NK: Tensor) -> Tensor:
     return torch.ops.onednn.qlinear_prepack(codes_NK, None)
 
 
-def _pack_for_dynamic(codes_NK: Tensor, scale_N1: Tensor) -> Callable[[int], object]:
-    """The packed weight, by the number of rows that it will be multiplied with."""
+class _Dynamic(NamedTuple):
+    packed: Callable[[int], object]  # the weight, by the number of rows that it will be multiplied with
+    alone: AbstractContextManager[object]  # held while it is multiplied
+
+
+def _pack_for_dynamic(codes_NK: Tensor, scale_N1: Tensor) -> _Dynamic:
     weight_NK = _quantized(codes_NK, scale_N1)
     if IS_ARM:
         # Right for the rows of its first call alone: with others torch takes a for unsigned, by a zero point for signed values
-        # (https://github.com/pytorch/pytorch/issues/145216).
-        return lru_cache(ROW_COUNTS_KEPT)(lambda rows: _pack_quantized(weight_NK))
+        # (https://github.com/pytorch/pytorch/issues/145216). And two threads that multiply by it at once end the process.
+        return _Dynamic(lru_cache(ROW_COUNTS_KEPT)(lambda rows: _pack_quantized(weight_NK)), threading.Lock())
     packed = _pack_quantized(weight_NK)
-    return lambda rows: packed
+    return _Dynamic(lambda rows: packed, nullcontext())
 
 
 def _quantized(codes_NK: Tensor, scale_N1: Tensor) -> Tensor:
@@ -181,11 +189,12 @@ def _quantized(codes_NK: Tensor, scale_N1: Tensor) -> Tensor:
 
 def _pack_quantized(weight_NK: Tensor) -> object:
     engines = torch.backends.quantized
-    before, engines.engine = engines.engine, "onednn"  # packing remembers the engine; multiplying does not ask again
-    try:
-        return torch.ops.quantized.linear_prepack(weight_NK, None)
-    finally:
-        engines.engine = before
+    with _choosing_the_engine:
+        before, engines.engine = engines.engine, "onednn"  # packing remembers the engine; multiplying does not ask again
+        try:
+            return torch.ops.quantized.linear_prepack(weight_NK, None)
+        finally:
+            engines.engine = before
 
 
 _PACKED_FOR_INT8 = _PackedCache(_pack_for_int8)
@@ -205,10 +214,10 @@ def onednn_int8_mm(
     rowwise = a_scale.numel() != 1
     out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
         a_MK,
-        torch.ones(1) if rowwise else a_scale.flatten(),
+        torch.ones(1, dtype=torch.float32) if rowwise else a_scale.flatten(),
         _int32_zeros(1),
         _PACKED_FOR_INT8.get(b_NK),
-        torch.ones(1) if IS_ARM else b_scale_N1.flatten(),
+        torch.ones(1, dtype=torch.float32) if IS_ARM else b_scale_N1.flatten(),
         _int32_zeros(1 if IS_ARM else b_NK.shape[0]),
         None,
         1.0,
@@ -234,12 +243,14 @@ def _(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: T
 
 @op("onednn_int8_dynamic_mm", "CPU")
 def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Tensor:
-    packed = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))(a_MK.shape[0])
+    dynamic = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))
     # Its cast of a either raises on NaN or takes it for a number; both extremes are finite only where all values are.
     is_finite_M1 = a_MK.amax(1, keepdim=True).isfinite() & a_MK.amin(1, keepdim=True).isfinite()
     is_nan_N = b_scale_N1.flatten().isnan()
     is_whole = is_finite_M1.all() and not is_nan_N.any()
-    out_MN = torch.ops.quantized.linear_dynamic(a_MK if is_whole else a_MK.masked_fill(~is_finite_M1, 0.0), packed, False)
+    finite_MK = a_MK if is_whole else a_MK.masked_fill(~is_finite_M1, 0.0)
+    with dynamic.alone:
+        out_MN = torch.ops.quantized.linear_dynamic(finite_MK, dynamic.packed(a_MK.shape[0]), False)
     if IS_ARM:
         out_MN.mul_(b_scale_N1.flatten())
     return out_MN if is_whole else out_MN.masked_fill_(~is_finite_M1 | is_nan_N, torch.nan)

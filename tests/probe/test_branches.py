@@ -1,0 +1,157 @@
+"""Models that do not do the same for every batch, or not in one precision: what the Probe says of their sites."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import loka
+from loka.core.errors import InvalidInput
+from loka.core.recipe import Format
+from loka.core.record import Record
+
+
+class Domains(nn.Module):
+    """One body and, for each domain, a tower and a head; all towers go through one activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.act = nn.Linear(8, 16), nn.ReLU()
+        self.tower = nn.ModuleDict({name: nn.Linear(16, 16) for name in "ab"})
+        self.head = nn.ModuleDict({name: nn.Linear(16, 5) for name in "ab"})
+
+    def forward(self, x: Tensor, domain: str = "a") -> Tensor:
+        return self.head[domain](self.act(self.tower[domain](self.body(x))))
+
+
+def record_of(model: nn.Module, *steps: tuple[object, ...]) -> Record:
+    probe = loka.Probe(model, every=1)
+    for given in steps:
+        with probe.step():
+            model(*given).sum().backward()
+    return probe.record()
+
+
+def test_a_model_that_branches_is_looked_at_in_every_branch() -> None:
+    x = torch.randn(32, 8)
+    record = record_of(Domains(), (x, "a"), (x, "b"), (x, "a"), (x, "b"))
+    assert [name for name, site in record.sites.items() if site.is_head] == ["head.a", "head.b"]
+    assert not any(site.stays for site in record.sites.values())
+    assert not any("never called" in site.notes for site in record.sites.values())
+    assert {record.sites[f"tower.{name}"].activation for name in "ab"} == {None}  # a block of one would take it from the other
+    assert all(site.producer is None for site in record.sites.values())  # the body feeds now one tower, now the other
+
+
+def test_a_branch_is_known_as_if_it_were_alone() -> None:
+    x = torch.randn(32, 8)
+    record = record_of(Domains(), (x, "a"), (x, "a"))
+    assert record.sites["tower.a"].activation == "act"
+    assert record.sites["tower.a"].producer == "body"
+    assert record.sites["tower.b"].notes == ("never called",)
+
+
+def test_an_activation_behind_two_sites_is_behind_none() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head, self.act = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.act(self.b(self.act(self.a(x)))))
+
+    record = record_of(Shared(), (torch.randn(32, 8),))
+    assert [site.activation for site in record.sites.values()] == [None, None, None]
+    assert [site.producer for site in record.sites.values()] == [None, None, None]
+
+
+def test_a_layer_inside_what_is_called_a_norm_is_looked_into() -> None:
+    class ProjNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.normalize(self.fc(x), dim=-1)
+
+    record = record_of(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), ProjNorm()), (torch.randn(32, 8),))
+    assert record.sites["2.fc"].is_head or record.sites["2.fc"].stays
+    assert "never called" not in record.sites["2.fc"].notes
+
+
+@pytest.mark.parametrize("body_dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_in_another_precision_than_the_model_stays(body_dtype: torch.dtype) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.side, self.head = nn.Linear(32, 32), nn.Linear(32, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=body_dtype is torch.bfloat16):
+                y = self.body(x).relu()
+            with torch.autocast("cpu", torch.bfloat16, enabled=body_dtype is torch.float32):
+                return self.head(self.side(y.float()).relu()).float()
+
+    record = record_of(Mixed(), (torch.randn(32, 32),))
+    assert record.dtype is (Format.FP32 if body_dtype is torch.float32 else Format.BF16)
+    assert record.sites["body"].stays is None
+    assert "which kernels are compared with" in (record.sites["side"].stays or "")
+
+
+def test_each_backward_pass_of_a_step_shows_its_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        y = model(torch.randn(64, 8))
+        (1000 * y[:, 0].sum()).backward(retain_graph=True)
+        y[:, 1].sum().backward()
+    site = probe.record().sites["0"]
+    assert site.calls == {64: 2.0}
+    _, dy = site.sample(512, torch.Generator().manual_seed(0))
+    assert dy is not None
+    sizes = dy.norm(dim=1)
+    assert (sizes > 10).any()
+    assert ((sizes > 0) & (sizes < 10)).any()
+
+
+def test_calls_whose_rows_are_not_to_be_had_are_passed_by() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    probe = loka.Probe(model, every=1)
+    jagged = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    with probe.step():
+        model(jagged).values().sum().backward()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, parameters, (x,)).sum()
+
+    with probe.step():
+        vmap(grad(loss), in_dims=(None, 0))(parameters, torch.randn(4, 8))
+    with probe.step():
+        model(torch.randn(32, 8)).sum().backward()
+    assert probe.record().sites["0"].calls == {32: pytest.approx(1 / 3)}
+
+
+def test_a_layer_that_was_replaced_is_told(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(32, 8)).sum().backward()
+    model[0] = nn.Linear(8, 8)
+    with pytest.raises(InvalidInput, match="0: another module than when this Probe was made"), probe.step():
+        pass
+
+
+def test_a_record_that_could_not_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(32, 8)).sum().backward()
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING, "loka"):
+        probe.save(tmp_path / "file" / "run")
+        probe.detach()
+    assert "could not be written" in caplog.text
