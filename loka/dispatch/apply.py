@@ -31,6 +31,7 @@ from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
 from loka.nn.held import refuse_held_in_lists
 from loka.nn.unwrap import Example, unwrapped
+from loka.nn.weight_casts import leave_as_it_is
 
 OnMissing = Literal["error", "high_precision"]
 
@@ -71,7 +72,10 @@ def restore(model: nn.Module) -> None:
     model = unwrapped(model)
     applied = required_applied(model)
     require_own_parameters(applied)
-    put_back(model, [swap for of_site in applied.swaps.values() for swap in of_site])
+    swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
+    put_back(model, swaps)
+    for swap in swaps:
+        leave_as_it_is(swap.current)
     forget(model)
 
 

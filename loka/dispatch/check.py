@@ -68,7 +68,8 @@ class CheckedPlan:
         gradients = f"gradients at most {last.gradients.error:.0%} off, " if last.gradients else ""
         found = f"{loss}, rounding costs {last.change.rounding:.4%}, {gradients}{last.speedup:.2f}× as fast"
         gave = f"; given back: {', '.join(names)}" if names else ""
-        return f"{last.sites} sites in low precision: {found}{gave}"
+        sites = "1 site" if last.sites == 1 else f"{last.sites} sites"
+        return f"{sites} in low precision: {found}{gave}"
 
 
 def check_plan(

@@ -18,7 +18,7 @@ from loka.nn.fused_block import FusedBlock
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
-from loka.nn.linear import output_dtype
+from loka.nn.linear import output_dtype, refuse_nested
 from loka.nn.site import no_autocast
 
 
@@ -123,9 +123,10 @@ class FrozenLinear(Frozen):
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
-        x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
-        if self.has_weight and not self.rows.take(x_MK.shape[0]):
+        if self.has_weight and (input.is_nested or not self.rows.take(input.numel() // self.in_features)):
             return F.linear(input, self.weight, self.bias)
+        refuse_nested(input)
+        x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
         with no_autocast(input):
             y_MN = self._multiply(x_MK, out_dtype)
         return y_MN.reshape(*input.shape[:-1], self.out_features)

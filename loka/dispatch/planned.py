@@ -14,13 +14,14 @@ from loka.numerics.formats import format_of
 
 
 class PlannedLinear(LokaLinear):
-    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, and counts those calls."""
+    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, or those are nested, and
+    counts such calls."""
 
     rows: RowLimits
     high_precision_calls: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.rows.take(input.numel() // self.in_features):
+        if not input.is_nested and self.rows.take(input.numel() // self.in_features):
             return super().forward(input)
         self.high_precision_calls.add_(1)  # a tensor: a Python counter would recompile at every call
         return F.linear(input, self.weight, self.bias)

@@ -197,9 +197,15 @@ def input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else kwargs["input"]
 
 
+def refuse_nested(x: Tensor) -> None:
+    if x.is_nested:
+        raise InvalidInput("8-bit layers take no nested tensors: run them on x.values(), or leave this layer in high precision")
+
+
 def require_input(x: Tensor, weight_NK: Tensor) -> None:
     """Refuse what ``nn.Linear`` would refuse too, with what is expected instead."""
     in_features = weight_NK.shape[1]
+    refuse_nested(x)
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise InvalidInput(f"expected input of shape (..., {in_features}), got {tuple(x.shape)}")
     if x.device != weight_NK.device:

@@ -52,6 +52,11 @@ def keep_current(holder: HoldsWeightCasts) -> None:
     _holders.add(holder)
 
 
+def leave_as_it_is(module: nn.Module) -> None:
+    """No longer cast its weight after steps: another module has taken its place."""
+    _holders.discard(module)
+
+
 def refresh(model: nn.Module) -> None:
     """Cast all weights of ``model`` again: call it after changing them by other means than a ``torch.optim`` optimizer."""
     for module in model.modules():

@@ -358,3 +358,26 @@ def test_serving_plans_run_fprop_alone() -> None:
         "torch.fp32",
     )
     assert bottom.rows.take(1)
+
+
+def test_nested_tensors_run_in_high_precision_and_are_counted() -> None:
+    model, plain = tower(), tower()
+    applied = loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE, "top.0": ROWWISE}))
+    x = torch.nested.nested_tensor([torch.randn(3, 24), torch.randn(5, 24)], layout=torch.jagged)
+    assert torch.equal(model(x).values(), plain(x).values())
+    assert applied.high_precision_calls() == {"bottom": 1, "top.0": 1}
+    loka.freeze(model, drop_high_precision=True)
+    with pytest.raises(InvalidInput, match="no nested tensors"):
+        model(x)
+
+
+def test_what_was_restored_is_cast_no_more() -> None:
+    model = tower()
+    applied = loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
+    stand_in = applied.module("bottom")
+    loka.restore(model)
+    before = [buffer.clone() for buffer in stand_in.buffers()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(batch()).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(before, stand_in.buffers(), strict=True))
