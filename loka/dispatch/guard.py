@@ -22,7 +22,7 @@ from loka.nn.unwrap import unwrapped
 
 logger = logging.getLogger("loka")
 
-MOST_CALLS = 16  # of a site in one step that a check looks at
+MOST_CALLS = 8  # of a site in one step that a check looks at
 SLACK = 1.5  # over the plan's own limit: a check sees few rows, and noise should trip nothing
 
 

@@ -44,7 +44,8 @@ def producers_of(found: FoundBlocks) -> Mapping[str, str]:
 def merged(flows: Sequence[FoundBlocks]) -> FoundBlocks:
     """What holds in every run of a model that does not do the same for every batch: a site has a norm, an activation or one
     reader where it has it in all runs that call it. A norm or an activation behind several sites is behind none."""
-    blocks = [reduce(_both, of_site) for of_site in zip(*flows, strict=True)]
+    by_site = [{block.site: block for block in flow} for flow in flows]
+    blocks = [reduce(_both, [known[site] for known in by_site if site in known]) for site in by_site[0]]
     followers = Counter(follower.module for block in blocks for follower in (block.norm, block.activation) if follower)
     shared = {module for module, sites in followers.items() if module is not None and sites > 1}
     uncovered = dict.fromkeys(uncovered for flow in flows for uncovered in flow.uncovered)
