@@ -1,6 +1,6 @@
 """``freeze``: a planned model made ready for serving. Weights are cast once and for all; what only training needs goes."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -41,16 +41,16 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     bytes_before = _bytes(model)
     require_own_parameters(applied)
     keep_weight, bypassed = not drop_high_precision, passed_by(model)
-    read_elsewhere = set() if keep_weight else {block.site for block in find_blocks(model) if block.read_by}
     modules = {site: applied.module(site) for site in applied.sites}
-    frozen: dict[nn.Module, Frozen] = _frozen_blocks(modules.values(), keep_weight)
+    kept = set(modules.values()) if keep_weight else _read_elsewhere(model, modules)
+    frozen: dict[nn.Module, Frozen] = _frozen_blocks(modules.values(), kept)
     for site, planned in modules.items():
         if not isinstance(planned, PlannedLinear):
             continue
         if site in bypassed or not planned.executor.operand_forms(Role.FPROP)[1].spec.format.is_8bit:
             put_back(model, applied.swaps[site])  # served by its own weight, or its gradients alone were planned
         else:
-            frozen[planned] = FrozenLinear(planned, keep_weight=keep_weight or site in read_elsewhere)
+            frozen[planned] = FrozenLinear(planned, keep_weight=planned in kept)
     for planned, current in frozen.items():
         carry_hooks(planned, current)
     put_in(model, [Swap(planned, current) for planned, current in frozen.items()])
@@ -59,14 +59,20 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     return FreezeReport(tuple(site for site, planned in modules.items() if planned in frozen), bytes_before, _bytes(model))
 
 
-def _frozen_blocks(modules: Iterable[nn.Module], keep_weight: bool) -> dict[nn.Module, Frozen]:
-    """Chain by chain: of one that does not run fused here, nothing is frozen."""
+def _read_elsewhere(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """Those whose parameters a function reads too, as far as a trace shows."""
+    sites = {parameter.rpartition(".")[0] for parameter in find_blocks(model).graph.parameters_read}
+    return {module for site, module in modules.items() if site in sites}
+
+
+def _frozen_blocks(modules: Iterable[nn.Module], kept: Collection[nn.Module]) -> dict[nn.Module, Frozen]:
+    """Chain by chain, with the weights of those that are ``kept``: of one that does not run fused here, nothing is frozen."""
     frozen: dict[nn.Module, Frozen] = {}
     for first in modules:
         if isinstance(first, FusedBlock) and not first.follows:
             blocks = (first, *first.followers)
             if all(block.why_reference is None for block in blocks):
-                stand_ins = [FrozenBlock(block, keep_weight=keep_weight) for block in blocks]
+                stand_ins = [FrozenBlock(block, keep_weight=block in kept) for block in blocks]
                 stand_ins[0].followers = tuple(stand_ins[1:])
                 frozen.update(zip(blocks, stand_ins, strict=True))
     return frozen

@@ -203,7 +203,7 @@ class Probe:
         """Behind the first step, and behind one that called other sites than those before it: models branch, by domain or
         task."""
         called = frozenset(seen.calls)
-        if called in self._flows or len(self._found) == MOST_FLOWS:
+        if not called or called in self._flows or len(self._found) == MOST_FLOWS:
             return
         found = blocks_of(self._model, seen, None if self._found else self._example)
         self._found.append(found)
