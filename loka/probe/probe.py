@@ -51,7 +51,7 @@ class Probe:
     alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
     not tell. Behind the first sample the model's forward is run once more, without gradients, to see who reads what: on the
     batch of that sample, or on ``example``, its arguments in a tuple or by name in a dict, for a model that is trained by
-    other ways than its forward.
+    other ways than its forward. So it is behind samples that called other layers than those before, as branches by domain do.
     """
 
     def __init__(
