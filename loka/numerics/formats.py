@@ -61,7 +61,7 @@ def torch_dtype(format: Format) -> torch.dtype:
 def format_of(dtype: torch.dtype) -> Format:
     """The format a tensor of ``dtype`` is in."""
     if dtype not in _FORMATS:
-        raise InvalidInput(f"{dtype} is none of LoKA's formats; cast to one of {', '.join(str(known) for known in _FORMATS)}")
+        raise InvalidInput(f"{dtype} is none of LoKA's formats: models run in float32, bfloat16 or float16")
     return _FORMATS[dtype]
 
 
