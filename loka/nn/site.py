@@ -67,10 +67,11 @@ class _Site(torch.autograd.Function):
             y_MN = executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N, vectors)
 
         ctx.executor, ctx.x_dtype, ctx.bias_dtype = executor, x_MK.dtype, None if bias_N is None else bias_N.dtype
-        ctx.shape, ctx.cached_forms = x_MK.shape, cached_forms
+        ctx.shape, ctx.cached_forms, ctx.weight_dtype = x_MK.shape, cached_forms, weight_NK.dtype
         ctx.x_form = executor.operand_forms(Role.WGRAD)[1]
         saved_x = (x_casts[ctx.x_form].codes, x_casts[ctx.x_form].scale) if needs_weight else (None, None)
-        ctx.save_for_backward(weight_NK, features_K, *saved_x, *(cached if needs_x else ()))
+        # Where nothing in front learns, backward does not read the weight: it may be written before.
+        ctx.save_for_backward(weight_NK if needs_x else None, features_K, *saved_x, *(cached if needs_x else ()))
         return as_output(y_MN)
 
     @staticmethod
@@ -93,7 +94,7 @@ class _Site(torch.autograd.Function):
                 dx_MK = executor.multiply(Role.DGRAD, dy_casts, casts, ctx.x_dtype, vectors=vectors)
             if needs_weight:
                 x_casts = {ctx.x_form: _operand(ctx.x_form, x_codes, x_scale, ctx.shape)}
-                dw_NK = executor.multiply(Role.WGRAD, dy_casts, x_casts, weight_NK.dtype, vectors=vectors, dy_sum_N=dy_sum_N)
+                dw_NK = executor.multiply(Role.WGRAD, dy_casts, x_casts, ctx.weight_dtype, vectors=vectors, dy_sum_N=dy_sum_N)
         db_N = dy_sum_N.to(ctx.bias_dtype) if dy_sum_N is not None and needs_bias else None
         return (dx_MK, dw_NK, db_N, *(None for _ in ctx.needs_input_grad[3:]))
 

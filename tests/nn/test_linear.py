@@ -466,3 +466,16 @@ class TestFaceOfLinear:
     def test_unknown_kernel_suggests(self) -> None:
         with pytest.raises(UnknownName, match=r"no kernel is called 'torch.rowise'. Did you mean 'torch.rowwise'"):
             loka.LokaLinear(8, 4, kernels=SiteKernels.same("torch.rowise"))
+
+
+def test_the_weight_of_a_first_layer_may_be_written_before_backward() -> None:
+    """As with nn.Linear: where nothing in front learns, its gradient does not read it."""
+    layer = loka.LokaLinear(24, 16, kernels=SiteKernels.same("reference.rowwise"))
+    x, dy = torch.randn(8, 24), torch.randn(8, 16)
+    layer(x).backward(dy)
+    expected, layer.weight.grad = layer.weight.grad, None
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    y.backward(dy)
+    assert torch.equal(layer.weight.grad, expected)
