@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from loka.core.errors import InvalidInput
 
@@ -33,11 +34,11 @@ def arguments_of(example: Example | Arguments) -> Arguments:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside torch.compile's and DistributedDataParallel's."""
+    """The user's own module inside torch.compile's, DistributedDataParallel's, and one that averages weights."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod  # pyrefly: ignore[bad-assignment]
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
+        elif isinstance(model, nn.parallel.DistributedDataParallel | AveragedModel):
             model = model.module
         else:
             return model

@@ -10,6 +10,7 @@ from emulated_block import emulate
 from plans import MIXED, ROWWISE, batch, plan_for, tower
 from torch import nn
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 import loka
 from loka.core.errors import InvalidInput
@@ -330,3 +331,18 @@ def test_what_was_pruned_since_is_not_lost(undo: Any) -> None:
     loka.refresh(model)
     undo(model)
     assert float((model.bottom.weight == 0).float().mean()) == 0.5
+
+
+def test_an_average_of_weights_is_served_by_the_models_plan() -> None:
+    model = tower()
+    average = AveragedModel(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    average.update_parameters(model)  # the first is a copy
+    plan = plan_for(model, {"bottom": ROWWISE, "top.0": ROWWISE}, goal=Goal.SERVING)
+    assert loka.apply_plan(average, plan).sites == ("bottom", "top.0")
+    loka.apply_plan(model, plan)
+    assert torch.equal(average(batch()), model(batch()))
+    loka.freeze(average, drop_high_precision=True)
+    assert torch.equal(average(batch()), model(batch()))
