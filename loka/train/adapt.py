@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from loka.core.plan import Plan
+from loka.core.errors import InvalidInput
+from loka.core.plan import Goal, Plan
 from loka.core.record import FILE as RECORD_FILE
 from loka.core.record import Record
 from loka.data.batch import Batch
@@ -33,6 +34,8 @@ def adapt(model: Recommender, config: TrainConfig, batches: Iterator[Batch]) -> 
         apply_mods(model.dense_part, config.mods, example=of_dense_part)
     if config.plan:
         plan = Plan.load(config.plan)
+        if plan.document.goal is not Goal.TRAINING:
+            raise InvalidInput(f"{config.plan} is a plan for serving: loka plan RUN --goal training makes one to train by")
         probed: nn.Module = model.dense_part if is_plan_of(model.dense_part, plan) else model
         apply_plan(probed, plan, example=of_dense_part if probed is model.dense_part else (batch,))
 

@@ -35,7 +35,9 @@ def config(planted: str, **changes: object) -> TrainConfig:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def write_plan(folder: Path, model: torch.nn.Module, kernel: str = "reference.rowwise", max_error: float = 0.2) -> str:
+def write_plan(
+    folder: Path, model: torch.nn.Module, kernel: str = "reference.rowwise", max_error: float = 0.2, goal: Goal = Goal.TRAINING
+) -> str:
     """Every site but those of one output on ``kernel``."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     sites = []
@@ -46,7 +48,7 @@ def write_plan(folder: Path, model: torch.nn.Module, kernel: str = "reference.ro
     print_ = fingerprint((name, m.in_features, m.out_features, m.bias is not None) for name, m in linears.items())
     environment = current_environment(device_of(torch.device("cpu")))
     limits = dict.fromkeys(Role, max_error)
-    document = PlanDocument(print_, environment, Format.FP32, Goal.TRAINING, limits, 1.05, tuple(sites))
+    document = PlanDocument(print_, environment, Format.FP32, goal, limits, 1.05, tuple(sites))
     return str(Plan(document).save(folder))
 
 
@@ -155,6 +157,12 @@ def test_a_run_goes_on_only_with_the_plan_it_began_with(planted, tmp_path):
     write_plan(tmp_path, model, "reference.tensorwise")
     with pytest.raises(InvalidFile, match="belongs to a run of another config: plan was"):
         train(replace(run, steps=6), resume=True)
+
+
+def test_a_plan_for_serving_trains_nothing(planted, tmp_path):
+    plan = write_plan(tmp_path, train(config(planted, steps=1)).model, goal=Goal.SERVING)
+    with pytest.raises(InvalidInput, match="is a plan for serving: loka plan RUN --goal training"):
+        train(config(planted, plan=plan))
 
 
 def test_a_run_without_either_has_the_identity_it_always_had(planted):
