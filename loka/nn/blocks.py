@@ -3,7 +3,7 @@
 Probe stores these neighbours, Dispatch fuses what they allow, Mods ask them which layers are prediction heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -179,7 +179,7 @@ def find_blocks(model: nn.Module, example: Example | Arguments | None = None) ->
                 is_head=_is_head(graph, model, module, calls),
                 calls=len(calls) if graph.is_known(name) else None,
                 entry=_entry(graph, model, calls, module.in_features),
-                is_first=_any([_reads_inputs_alone(graph, model, call) for call in calls]),
+                is_first=any_of([_reads_inputs_alone(graph, model, call) for call in calls]),
                 aliases=tuple(other for other in names[id(module)] if other != name),
                 same_weight=tuple(other for other in holders[_id_of_weight(module)] if other != name),
                 read_by=next((graph.parameters_read[p] for p in _parameters(name) if p in graph.parameters_read), None),
@@ -243,10 +243,10 @@ def _is_head(graph: Graph, model: nn.Module, site: nn.Linear, calls: list[int]) 
     """One output, or outputs that leave the model without passing another layer that learns, a norm or an activation."""
     if site.out_features == 1:
         return True
-    return _any([_leaves_the_model(graph, model, call) for call in calls])
+    return any_of([_leaves_the_model(graph, model, call) for call in calls])
 
 
-def _any(answers: list[bool | None]) -> bool | None:
+def any_of(answers: Sequence[bool | None]) -> bool | None:
     """None where no call is known to be, and one is not known."""
     if True in answers:
         return True

@@ -9,7 +9,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from loka.nn.blocks import Block, Consumer, FoundBlocks, find_blocks
+from loka.nn.blocks import Block, Consumer, FoundBlocks, any_of, find_blocks
 from loka.nn.graph import Kind
 from loka.nn.linear import LokaLinear, why_not_swapped
 from loka.nn.unwrap import Example, arguments_of
@@ -59,7 +59,7 @@ def _both(one: Block, other: Block) -> Block:
     both = replace(
         one,
         consumers=tuple(dict.fromkeys((*one.consumers, *other.consumers))),
-        is_head=True if True in (one.is_head, other.is_head) else None if None in (one.is_head, other.is_head) else False,
+        is_head=any_of((one.is_head, other.is_head)),
         calls=None if one.calls is None or other.calls is None else max(one.calls, other.calls),
         entry=one.entry if one.entry == other.entry else None,
         read_by=one.read_by or other.read_by,

@@ -27,7 +27,7 @@ from loka.numerics.formats import format_of
 from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
 from loka.probe.exact import exact_products
-from loka.probe.facts import blocks_of, merged, producers_of
+from loka.probe.facts import blocks_of, merged, producers_of, why_stays
 from loka.probe.findings.contract import find_all
 from loka.probe.site_learning import SiteLearning
 from loka.probe.statistics.contract import Rows
@@ -162,14 +162,12 @@ class Probe:
         producers, passed = producers_of(found), passed_by(self._model)
         dtype, inside_torch = self._dtype(), names_inside_torch(self._model)
         with _outside_autograd():
-            sites = {
-                name: self._site(name, found.of(name), producers.get(name), is_inside_torch=name in inside_torch)
-                for name in self._sites
-            }
-        sites = {
-            name: dataclasses.replace(site, stays=site.stays or self._why_apart(name, dtype), stays_serving=passed.get(name))
-            for name, site in sites.items()
-        }
+            sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
+        for name, site in sites.items():
+            was_called, is_inside = bool(site.calls), name in inside_torch
+            stays = why_stays(self._sites[name], found.of(name), was_called=was_called, is_inside_torch=is_inside)
+            stays = stays or self._why_apart(name, dtype)
+            sites[name] = dataclasses.replace(site, stays=stays, stays_serving=passed.get(name))
         return Record(
             fingerprint=fingerprint((site.name, site.k, site.n, site.has_bias) for site in sites.values()),
             environment=current_environment(device_of(self._device)),
@@ -220,11 +218,10 @@ class Probe:
     def _learn_all(self) -> None:
         self._learn(len(self._unlearned))
 
-    def _site(self, name: str, block: Block, producer: str | None, *, is_inside_torch: bool) -> SiteRecord:
+    def _site(self, name: str, block: Block, producer: str | None) -> SiteRecord:
         more = {} if self._weights is None else self._weights.statistic(name)
         notes = () if self._weights is None else self._weights.notes(name)
-        learning = self._learning[name]
-        return learning.record(name, block, producer, self._samples, more, notes, is_inside_torch=is_inside_torch)
+        return self._learning[name].record(name, block, producer, self._samples, more, notes)
 
     def _dtype(self) -> torch.dtype:
         """What most of the weights that were multiplied were multiplied in."""

@@ -12,7 +12,6 @@ from loka.core.record import SiteRecord
 from loka.core.statistics import Statistic
 from loka.nn.blocks import NEVER_CALLED, Block
 from loka.numerics.formats import format_of
-from loka.probe.facts import why_stays
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call
@@ -73,15 +72,7 @@ class SiteLearning:
         self._samples += 1
 
     def record(
-        self,
-        name: str,
-        block: Block,
-        producer: str | None,
-        samples: int,
-        more: dict[str, Statistic],
-        notes: tuple[str, ...],
-        *,
-        is_inside_torch: bool,
+        self, name: str, block: Block, producer: str | None, samples: int, more: dict[str, Statistic], notes: tuple[str, ...]
     ) -> SiteRecord:
         """All of it on the CPU, with ``more`` statistics and ``notes``; ``samples`` are those the Probe took."""
         module, weight_NK = self._module, weight_of(self._module)
@@ -91,7 +82,6 @@ class SiteLearning:
             n=module.out_features,
             has_bias=module.bias is not None,
             is_head=bool(block.is_head),
-            stays=why_stays(module, block, was_called=bool(self._calls), is_inside_torch=is_inside_torch),
             trains=self._trains,
             needs_dx=self._needs_dx,
             needs_dw=weight_learns(module),

@@ -99,7 +99,7 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
     def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         x = args[0] if args else kwargs.get("input")
         if not (_ends_in(x, module.in_features) and _ends_in(y, module.out_features)):
-            return  # a subclass that takes or gives something else; or rows that are none of the step's own tensors
+            return  # a subclass, say, that takes or gives something else
         x_MK = x.detach().reshape(-1, module.in_features)
         m = x_MK.shape[0]
         if not m:

@@ -43,9 +43,9 @@ def amax_kernel(
     """The amaxes of rows (strips of columns × rows), of columns (strips of rows × columns) and of all of it (one a program)
     within one strip of ``tiles_down`` tiles.
 
-    A tile is as wide as the program's warps, so that a column lies in one thread: where it lies in several warps, they meet in
-    shared memory, all in one bank, and wait for one another longer than for the matrix. And each amax has a place of its own,
-    which need not be set to 0 first. ONE_TILE: there is nothing to go down, nor to load ahead.
+    A tile is as wide as the program's warps, so that a column lies in one thread: those of several warps would meet in shared
+    memory, 32 lanes to a bank. And each amax has a place of its own, which need not be set to 0 first. ONE_TILE: there is
+    nothing to go down, nor to load ahead.
     """
     wait_for_kernels_before()
     row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
