@@ -18,7 +18,7 @@ from loka.nn.fused_block import FusedBlock
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
-from loka.nn.linear import output_dtype, refuse_nested
+from loka.nn.linear import as_read, refuse_nested
 from loka.nn.site import no_autocast
 
 
@@ -126,19 +126,19 @@ class FrozenLinear(Frozen):
         if self.has_weight and (input.is_nested or not self.rows.take(input.numel() // self.in_features)):
             return F.linear(input, self.weight, self.bias)
         refuse_nested(input)
-        x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
+        x_MK = as_read(input).reshape(-1, self.in_features)
         with no_autocast(input):
-            y_MN = self._multiply(x_MK, out_dtype)
+            y_MN = self._multiply(x_MK)
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fprop={self.kernel}"
 
-    def _multiply(self, x_MK: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def _multiply(self, x_MK: Tensor) -> Tensor:
         vectors = None if self.features is None else TransformVectors(self.features, self.shift)
         weight = Operand(self.codes, self.scale, self.out_features, self.in_features, self._form.spec)
         x_casts = self.executor.cast(TensorName.X, x_MK, (Role.FPROP,), vectors)
-        return self.executor.multiply(Role.FPROP, x_casts, {self._form: weight}, out_dtype, self.bias, vectors)
+        return self.executor.multiply(Role.FPROP, x_casts, {self._form: weight}, x_MK.dtype, self.bias, vectors)
 
 
 class FrozenBlock(Frozen):
@@ -165,7 +165,7 @@ class FrozenBlock(Frozen):
         blocks = (self, *self.followers)
         if input.numel() > 0 and self.why_reference is None:
             served = [ServedTensors(block.bias, block.codes, block.scale) for block in blocks]
-            (y_MN,) = serve_chain(self.chain, input.reshape(-1, self.in_features), served, output_dtype(input))
+            (y_MN,) = serve_chain(self.chain, as_read(input).reshape(-1, self.in_features), served)
             return y_MN.reshape(*input.shape[:-1], y_MN.shape[-1])
         input = input if self.entry is None else self.entry(input)
         for block in blocks:

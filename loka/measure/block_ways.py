@@ -157,7 +157,7 @@ def site_on(kernel: str) -> Callable[[BlockInputs], Way]:
         def block(x: Tensor, turn: int) -> Tensor:
             weight = inputs.weight(turn)
             weight = weight if torch.is_grad_enabled() else weight.detach()
-            return behind(run_site(executor, x, weight, None, casts[turn % len(casts)], DTYPE), gamma, beta)
+            return behind(run_site(executor, x, weight, None, casts[turn % len(casts)]), gamma, beta)
 
         way_of_block = _differentiable(inputs, block, (gamma, beta))
         return replace(way_of_block, training=lambda turn: (way_of_block.training(turn), cast_weight(turn)))

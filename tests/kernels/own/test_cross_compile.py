@@ -75,11 +75,11 @@ def rowwise_case(rows: int, cols: int, codes: str = FP8, *, power: bool = False,
             "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power}}  # fmt: skip
 
 
-def amax_case(cols: int, *, one_tile: bool, x: str = BF16) -> dict[str, Any]:
-    sizes, tile = integers("rows", "cols", "row_stride", "tiles_down"), amax_tile(cols)
+def amax_case(cols: int, *, one_tile: bool, x: str = BF16, of_cols: bool = True) -> dict[str, Any]:
+    sizes, tile = integers("rows", "cols", "row_stride", "tiles_down"), amax_tile(cols, of_cols=of_cols)
     amaxes = dict.fromkeys(("row_amax_ptr", "col_amax_ptr", "all_amax_ptr"), INT32)
     return {"module": "cast_kernels", "kernel": "amax_kernel", "arguments": {"x_ptr": x, **amaxes, **sizes},
-            "constants": {"ROWS": tile.rows, "COLS": tile.cols, "OF_ROWS": False, "OF_COLS": True, "OF_ALL": False,
+            "constants": {"ROWS": tile.rows, "COLS": tile.cols, "OF_ROWS": False, "OF_COLS": of_cols, "OF_ALL": not of_cols,
                           "ONE_TILE": one_tile}, "warps": tile.warps, "stages": 3}  # fmt: skip
 
 
@@ -250,6 +250,8 @@ CASES = {
     "amaxes of one tile": amax_case(4096, one_tile=True),
     "amaxes of one tile, narrow": amax_case(256, one_tile=True),
     "amaxes of one tile, fp32": amax_case(4096, one_tile=True, x=FP32),
+    "amax of all": amax_case(4096, one_tile=False, of_cols=False),
+    "amax of all, one tile": amax_case(4096, one_tile=True, of_cols=False),
     "the largest": largest_case(),
     "the largest of strips": largest_of_strips_case(),
     # What choose_tiles must not choose: its sums do not fit twice.
@@ -283,6 +285,9 @@ def test_amaxes_of_columns_stay_in_their_threads(name: str) -> None:
 
 def test_amaxes_of_several_tiles_are_loaded_ahead() -> None:
     assert compiled()["amaxes"]["shared_bytes"] > 32 << 10
+    one, several = compiled()["amax of all, one tile"], compiled()["amax of all"]
+    assert one["shared_bytes"] <= 1 << 10 < 32 << 10 < several["shared_bytes"]
+    assert one["registers"] < 0.6 * several["registers"]
 
 
 @pytest.mark.parametrize("name", CASES)
