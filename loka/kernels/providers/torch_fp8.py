@@ -83,11 +83,12 @@ class TorchBlockwise:
 
 
 def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None, *, fast: bool) -> Tensor:
-    """``torch._scaled_mm`` of two operands. It fuses a bf16 bias into a bf16 output; others are added behind it."""
+    """``torch._scaled_mm`` of two operands. It adds a bf16 bias to a bf16 output itself; others are added behind it."""
     assert a.scale is not None
     assert b.scale is not None
     padded = b.codes.shape[0] != b.outer
-    fused_bias = bias if bias is not None and bias.dtype == out_dtype == torch.bfloat16 and not padded else None
+    bias = None if bias is None else bias.to(out_dtype)
+    fused_bias = bias if out_dtype is torch.bfloat16 and not padded else None
     out = torch._scaled_mm(
         a.codes,
         b.codes.t(),
@@ -99,7 +100,7 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | Non
     )
     if padded or a.codes.shape[0] != a.outer:
         out = out[: a.outer, : b.outer]
-    return out if bias is None or fused_bias is not None else out + bias.to(out_dtype)
+    return out if bias is None or fused_bias is not None else out + bias
 
 
 for _scaling in (Scaling.TENSORWISE, Scaling.ROWWISE):

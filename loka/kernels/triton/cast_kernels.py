@@ -116,28 +116,18 @@ def _store_scales(scale_A, index_A, tile_A, tile_B, scale_ptr, size_A, size_B, S
             tl.store(scale_ptr + 0 * index_A, scale_A, mask=first_lane & (tile_A == 0) & (tile_B == 0))
 
 
-@triton.jit(do_not_specialize=["amaxes", "flags", "tiles_across"])
-def cast_kernel(
-    x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes,
-    seen_rows_ptr, seen_cols_ptr, seen_all_ptr, outgrown_ptr, flags,
+@triton.jit
+def _cast_tile(
+    tile, x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes,
+    seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, IF_OUTGROWN: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile, read once, written as codes of the scalings PLAIN and TRANS ("none": not written).
-
-    One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
-    so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out
-    through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own. IF_OUTGROWN:
-    there is nothing to do where none of ``flags`` is raised. The tile is read as four tiles of every fourth row: four codes of
-    one column then meet in one thread, and are one word of the transpose.
-    """
-    wait_for_kernels_before()
-    if IF_OUTGROWN:  # noqa: SIM102  (decided by the compiler)
-        if largest_of(outgrown_ptr, flags, FLAGS_AT_ONCE) == 0:
-            return
-    tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
+    """One tile, read once, as four tiles of every fourth row: four codes of one column then meet in one thread, and are one
+    word of the transpose."""
+    tile_R, tile_C = tile // tiles_across, tile % tiles_across
     quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)
     col = tile_C * COLS + tl.arange(0, COLS)
     QUADS: tl.constexpr = ROWS // 4
@@ -150,7 +140,7 @@ def cast_kernel(
         if TRANS == "rowwise":
             tl.atomic_max(seen_cols_ptr + col, tl.max(bits_QC, axis=0), mask=col < cols, sem="relaxed")
         if PLAIN == "tensorwise" or TRANS == "tensorwise":
-            tl.atomic_max(seen_all_ptr, tl.max(bits_QC), sem="relaxed")
+            tl.atomic_max(seen_all_ptr + tile % SEEN, tl.max(bits_QC), sem="relaxed")
     all_amax = 0
     if PLAIN == "tensorwise" or TRANS == "tensorwise":
         all_amax = largest_of(all_amax_ptr, amaxes, ALL_AT_ONCE)
@@ -180,6 +170,45 @@ def cast_kernel(
             else:
                 scaled_QC = _scaled(x_QC, scale_Q[:, None], PLAIN != "static" and not SEEN)
             _store_plain(scaled_QC, row, col, plain_ptr, plain_rows, plain_cols)
+
+
+@triton.jit(do_not_specialize=["amaxes", "flags", "tiles", "tiles_across"])
+def cast_kernel(
+    x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes,
+    seen_rows_ptr, seen_cols_ptr, seen_all_ptr, outgrown_ptr, flags,
+    rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
+    plain_static, trans_static, tiles, tiles_across,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, IF_OUTGROWN: tl.constexpr,
+):  # fmt: skip
+    """A tile a program, written as codes of the scalings PLAIN and TRANS ("none": not written).
+
+    One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
+    so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out
+    through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own, that of all in
+    so many places, lest all programs wait for one. IF_OUTGROWN: there is nothing to do where none of ``flags`` is raised,
+    and few programs to find that out.
+    """
+    wait_for_kernels_before()
+    if IF_OUTGROWN:
+        if largest_of(outgrown_ptr, flags, FLAGS_AT_ONCE) == 0:
+            return
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+            _cast_tile(
+                tile, x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
+                row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
+                rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
+                plain_static, trans_static, tiles_across,
+                ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN,
+            )  # fmt: skip
+    else:
+        _cast_tile(
+            tl.program_id(0), x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
+            row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
+            rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
+            plain_static, trans_static, tiles_across,
+            ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -234,13 +263,17 @@ def largest_of_strips_kernel(bits_ptr, largest_ptr, strips, size, STRIPS: tl.con
 
 
 @triton.jit(do_not_specialize=["size"])
-def remember_kernel(seen_ptr, last_ptr, outgrown_ptr, size, LENGTH: tl.constexpr):
+def remember_kernel(seen_ptr, last_ptr, outgrown_ptr, size, LENGTH: tl.constexpr, ONE: tl.constexpr):
     """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again. Each program says whether the last
-    ones do not fit what was seen by its own: too small, thirty times too large, or no numbers."""
+    ones do not fit what was seen by its own: too small, thirty times too large, or no numbers. ONE: all are of one amax, seen
+    in several places."""
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
     inside = index < size
     seen_bits, last_bits = tl.load(seen_ptr + index, mask=inside, other=0), tl.load(last_ptr + index, mask=inside, other=0)
+    if ONE:
+        seen_bits = tl.zeros_like(seen_bits) + tl.max(seen_bits, axis=0)
+        last_bits = tl.zeros_like(last_bits) + tl.max(last_bits, axis=0)
     seen, last = seen_bits.to(tl.float32, bitcast=True), last_bits.to(tl.float32, bitcast=True)
     fits = (seen_bits <= last_bits) & (last_bits < INFINITY_BITS) & ((seen >= last / 64) | (seen == 0))
     tl.store(outgrown_ptr + tl.program_id(0), tl.max((~fits).to(tl.int32), axis=0))

@@ -21,6 +21,8 @@ SCALINGS = (Scaling.STATIC, Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1
 WIDEST_AMAX_TILE = 1024
 COLS_OF_WARP = 256  # 32 threads of 16 bytes in bf16
 REMEMBERED_AT_ONCE = AMAXES_AT_ONCE = 1024
+SEEN_PLACES = 128  # of the amax of all, which a tile each raises: thousands would wait for one
+IF_OUTGROWN_PROGRAMS = 256  # of a pass that has nothing to do in nearly every call
 LARGEST_AT_ONCE = 8192  # by one program that does nothing else
 STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
 
@@ -162,12 +164,12 @@ def _are_apart(plain: Target, trans: Target, cols: int) -> bool:
 
 
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
-    """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, zeros to see others, and
-    room for what outgrew them."""
+    """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, that of all in as many places
+    as it is seen in, zeros to see others, and room for what outgrew them."""
     if remembered(x, plain, trans) == 0:
         return x.new_empty((3, 0), dtype=torch.int32)
     of_rows, of_cols, of_all = _amaxes(x, Target.none() if _by_rows(plain, x.shape[1]) else plain, trans)
-    largest = of_all.amax(dim=0, keepdim=True) if of_all.numel() else of_all
+    largest = of_all.amax(dim=0, keepdim=True).expand(SEEN_PLACES) if of_all.numel() else of_all
     amax = torch.cat((of_rows, of_cols, largest)).view(torch.float32)
     last = torch.where(amax.isfinite(), (2 * amax).clamp(max=3e38), amax).view(torch.int32)
     return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
@@ -176,7 +178,7 @@ def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
 def remembered(x: Tensor, plain: Target, trans: Target) -> int:
     """How many amaxes ``remember_amax`` keeps: none of rows that are written by themselves, nor of what those note."""
     if not _by_rows(plain, x.shape[1]):
-        return sum(amax_sizes(x, plain, trans))
+        return sum(_remembered_sizes(x, plain, trans))
     return x.shape[1] if trans.scaling == Scaling.ROWWISE else 0
 
 
@@ -230,12 +232,16 @@ def rewrite_codes(
         plain = Target.none()
         codes = *plain.empty(x), *codes[2:]
     last, seen, outgrown = memory
-    programs = -(-last.numel() // REMEMBERED_AT_ONCE)
     amaxes = _split_amaxes(last, x, plain, trans)
     _launch_cast(x, plain, trans, codes, amaxes, seen=_split_amaxes(seen, x, plain, trans))
-    launch(
-        kernels.remember_kernel, (programs, 1, 1), seen, last, outgrown, last.numel(), LENGTH=REMEMBERED_AT_ONCE, num_warps=4
-    )
+    programs, (of_lines, of_all) = 0, (sum(amax.numel() for amax in amaxes[:2]), amaxes[2].numel())
+    for first, count, length, one in ((0, of_lines, REMEMBERED_AT_ONCE, False), (of_lines, of_all, SEEN_PLACES, True)):
+        if count:
+            launch(
+                kernels.remember_kernel, (-(-count // length), 1, 1),
+                seen[first:], last[first:], outgrown[programs:], count, LENGTH=length, ONE=one, num_warps=4,
+            )  # fmt: skip
+            programs += -(-count // length)
     _launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
 
 
@@ -289,20 +295,20 @@ def _launch_cast(
     tiles_across = -(-max(plain.contraction, trans.outer) // tile.cols)
     tiles = tiles_across * -(-max(plain.outer, trans.contraction) // tile.rows)
     launch(
-        kernels.cast_kernel, (tiles, 1, 1),
+        kernels.cast_kernel, (tiles if outgrown is None else min(tiles, IF_OUTGROWN_PROGRAMS), 1, 1),
         x, plain_codes, plain_scale, words, trans_scale, row_amax, col_amax, all_amax, all_amax.numel(),
         seen_rows, seen_cols, seen_all, all_amax if outgrown is None else outgrown, 0 if outgrown is None else outgrown.numel(),
         rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
-        plain.static_scale, trans.static_scale, tiles_across,
+        plain.static_scale, trans.static_scale, tiles, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
-        ALL_AT_ONCE=1 if all_amax.numel() == 1 else AMAXES_AT_ONCE,
-        ALIGNED=trans.contraction % 16 == 0, SEEN=seen is not None, IF_OUTGROWN=outgrown is not None,
+        ALL_AT_ONCE=next(count for count in (1, SEEN_PLACES, AMAXES_AT_ONCE) if all_amax.numel() <= count),
+        ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else SEEN_PLACES, IF_OUTGROWN=outgrown is not None,
         num_warps=tile.warps,
     )  # fmt: skip
 
 
 def _split_amaxes(amax: Tensor, x: Tensor, plain: Target, trans: Target) -> Amaxes:
-    of_rows, of_cols, of_all = amax.split(amax_sizes(x, plain, trans))
+    of_rows, of_cols, of_all = amax.split(_remembered_sizes(x, plain, trans))
     return of_rows, of_cols, of_all
 
 
@@ -310,6 +316,11 @@ def amax_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
     """How many amaxes of rows, of columns and of all the targets' scales are made from."""
     scalings = plain.scaling, trans.scaling
     return [x.shape[0] * (scalings[0] == "rowwise"), x.shape[1] * (scalings[1] == "rowwise"), int("tensorwise" in scalings)]
+
+
+def _remembered_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
+    of_rows, of_cols, of_all = amax_sizes(x, plain, trans)
+    return [of_rows, of_cols, of_all * SEEN_PLACES]
 
 
 @on_its_gpu

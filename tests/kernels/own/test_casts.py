@@ -143,7 +143,13 @@ class TestRewriting:
             last = x
 
     @pytest.mark.parametrize("kinds", KINDS, ids="-".join)
-    def test_what_more_than_doubles_is_written_by_what_it_is_now(self, where: torch.device, kinds: tuple[str, str]) -> None:
+    @pytest.mark.parametrize("few", [False, True], ids=["", "fewer places and programs than tiles"])
+    def test_what_more_than_doubles_is_written_by_what_it_is_now(
+        self, where: torch.device, kinds: tuple[str, str], few: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if few:
+            monkeypatch.setattr(casts, "SEEN_PLACES", 2)
+            monkeypatch.setattr(casts, "IF_OUTGROWN_PROGRAMS", 2)
         x = hostile(40, 150, torch.float32, 0).to(where)
         targets = target(kinds[0], 40, 150), target(kinds[1], 150, 40)
         codes, memory = cast_matrix(x, *targets), remember_amax(x, *targets)

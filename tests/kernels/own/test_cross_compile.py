@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, amax_tile, cast_tile
+from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, SEEN_PLACES, STRIPS_AT_ONCE, amax_tile, cast_tile
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
     GRADIENT_ROWS,
@@ -50,8 +50,8 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
         "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
         "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32,
         "seen_rows_ptr": INT32, "seen_cols_ptr": INT32, "seen_all_ptr": INT32, "outgrown_ptr": INT32,
-        "plain_static": "fp32", "trans_static": "fp32", **integers("flags", "amaxes"),
-        **integers("rows", "cols", "row_stride", "plain_rows", "plain_cols", "trans_rows", "trans_cols", "tiles_across"),
+        "plain_static": "fp32", "trans_static": "fp32", **integers("flags", "amaxes", "tiles", "tiles_across"),
+        **integers("rows", "cols", "row_stride", "plain_rows", "plain_cols", "trans_rows", "trans_cols"),
     }  # fmt: skip
     constants = {
         "ROWS": tile.rows,
@@ -59,9 +59,9 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
         "PLAIN": plain,
         "TRANS": trans,
         "SAME": plain == trans != "rowwise",
-        "ALL_AT_ONCE": AMAXES_AT_ONCE,
+        "ALL_AT_ONCE": SEEN_PLACES if seen else AMAXES_AT_ONCE,
         "ALIGNED": True,
-        "SEEN": seen,
+        "SEEN": SEEN_PLACES * seen,
         "IF_OUTGROWN": if_outgrown,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
