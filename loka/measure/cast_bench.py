@@ -8,8 +8,7 @@ from loka.core.gemm import TensorName
 from loka.core.recipe import Format, Scaling
 from loka.kernels.casting import CASTERS, Caster, CastProblem
 from loka.kernels.device import device_of
-from loka.kernels.operand import Form, OperandSpec
-from loka.kernels.providers.triton import STATIC_SCALE
+from loka.kernels.operand import STATIC_SCALE, Form, OperandSpec
 from loka.kernels.triton.share import cast_by_rows
 from loka.measure.failure import told
 from loka.measure.timing import Candidate, copies_past_cache, time_together

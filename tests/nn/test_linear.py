@@ -185,7 +185,7 @@ def test_whatever_a_kernel_hands_on_is_an_output_like_any_other(
 @pytest.mark.parametrize(
     "name",
     ["torch.bf16", "torch.rowwise_fast", "torch.tensorwise_fast", "torch.blockwise", "fbgemm.rowwise_fast",
-     "triton.rowwise_fast", "triton.static_fast"],
+     "triton.rowwise_fast", "triton.static_fast", "torch.static_fast"],
 )  # fmt: skip
 def test_gpu_kernels_train_a_compiled_model_as_an_eager_one(name: str) -> None:
     """Under autocast and in front of a norm, which needs the kernel's output in backward, as in a model that trains."""
@@ -207,7 +207,8 @@ def test_gpu_kernels_train_a_compiled_model_as_an_eager_one(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["torch.rowwise", "torch.tensorwise_fast", "torch.blockwise", "torch.tf32", "fbgemm.rowwise_fast"]
+    "name",
+    ["torch.rowwise", "torch.tensorwise_fast", "torch.static_fast", "torch.blockwise", "torch.tf32", "fbgemm.rowwise_fast"],
 )
 def test_gpu_kernels_compile_into_one_graph(name: str) -> None:
     kernel = KERNELS.get(name)

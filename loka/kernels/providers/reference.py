@@ -8,11 +8,9 @@ from torch import Tensor
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.contract import add_kernel
-from loka.kernels.operand import Operand, OperandSpec, recipe_of
+from loka.kernels.operand import NO_STATIC_DGRAD, STATIC_SCALE, Operand, OperandSpec, recipe_of
 from loka.numerics.reference import gemm
 from loka.numerics.scaling import Quantized
-
-STATIC_SCALE = 16 / 448  # what follows a BlockNorm of 256 features is at most √256 = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Reference:
         if problem.role is Role.FPROP and self.grad_format is not self.format:
             return f"{self.grad_format} is for gradients, and fprop reads none"
         if problem.role is Role.DGRAD and self.a_scaling is Scaling.STATIC:
-            return "a static scale belongs to x behind a norm, and dgrad reads none"
+            return NO_STATIC_DGRAD
         return None
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.contract import add_kernel
-from loka.kernels.operand import Operand, OperandSpec, recipe_of
+from loka.kernels.operand import NO_STATIC_DGRAD, STATIC_SCALE, Operand, OperandSpec, recipe_of
 
 
 def missing_fp8(device: Device) -> str | None:
@@ -21,7 +21,11 @@ def missing_fp8(device: Device) -> str | None:
 
 @dataclass(frozen=True)
 class TorchScaled:
-    """One scale for a tensor or a row, through ``torch._scaled_mm``; ``grad_format`` is the format of dy."""
+    """One scale for a tensor or a row, through ``torch._scaled_mm``; ``grad_format`` is the format of dy.
+
+    STATIC is x's scale behind a norm, which no pass looks for. The other operand has one for all: row scales of a transpose, as
+    wgrad would read them, cost more casting than they gain.
+    """
 
     variant: str
     scaling: Scaling
@@ -33,10 +37,15 @@ class TorchScaled:
         return f"torch.{self.variant}"
 
     def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
-        a_source, _ = SOURCES[role]
-        a_format = self.grad_format if a_source.tensor is TensorName.DY else Format.E4M3
-        a = OperandSpec(a_format, self.scaling, contraction_multiple=16)
-        return a, OperandSpec(Format.E4M3, self.scaling, outer_multiple=16, contraction_multiple=16)
+        a_source, b_source = SOURCES[role]
+        return self._spec(a_source.tensor, outer_multiple=1), self._spec(b_source.tensor, outer_multiple=16)
+
+    def _spec(self, tensor: TensorName, outer_multiple: int) -> OperandSpec:
+        format, scaling = self.grad_format if tensor is TensorName.DY else Format.E4M3, self.scaling
+        if scaling is Scaling.STATIC and tensor is not TensorName.X:
+            scaling = Scaling.TENSORWISE
+        static_scale = STATIC_SCALE if scaling is Scaling.STATIC else None
+        return OperandSpec(format, scaling, outer_multiple, contraction_multiple=16, static_scale=static_scale)
 
     def recipe(self, role: Role) -> Recipe:
         return recipe_of(self.operands(role), self.accumulation)
@@ -47,6 +56,8 @@ class TorchScaled:
     def why_not(self, problem: GemmProblem) -> str | None:
         if problem.role is Role.FPROP and self.grad_format is not Format.E4M3:
             return f"{self.grad_format} is for gradients, and fprop reads none"
+        if problem.role is Role.DGRAD and self.scaling is Scaling.STATIC:
+            return NO_STATIC_DGRAD
         return None
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -107,4 +118,6 @@ for _scaling in (Scaling.TENSORWISE, Scaling.ROWWISE):
     add_kernel(TorchScaled(f"{_scaling}", _scaling, Accumulation.FULL))
     add_kernel(TorchScaled(f"{_scaling}_fast", _scaling, Accumulation.FAST))
     add_kernel(TorchScaled(f"{_scaling}_e5m2", _scaling, Accumulation.FULL, grad_format=Format.E5M2))
+add_kernel(TorchScaled("static", Scaling.STATIC, Accumulation.FULL))
+add_kernel(TorchScaled("static_fast", Scaling.STATIC, Accumulation.FAST))
 add_kernel(TorchBlockwise())

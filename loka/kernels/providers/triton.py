@@ -13,7 +13,7 @@ from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.contract import add_kernel
 from loka.kernels.device import constant_when_traced
-from loka.kernels.operand import Form, Layout, Operand, OperandSpec, padded_size, recipe_of
+from loka.kernels.operand import NO_STATIC_DGRAD, STATIC_SCALE, Form, Layout, Operand, OperandSpec, padded_size, recipe_of
 from loka.kernels.providers.torch_fp8 import missing_fp8
 from loka.kernels.triton.casts import (
     SCALINGS,
@@ -27,7 +27,6 @@ from loka.kernels.triton.casts import (
 )
 from loka.kernels.triton.gemm import gemm
 
-STATIC_SCALE = 16 / 448  # what follows a BlockNorm of 256 features is at most √256 = 16
 READS = (Format.BF16, Format.FP16, Format.FP32)
 
 
@@ -83,7 +82,7 @@ class TritonScaled:
 
     def why_not(self, problem: GemmProblem) -> str | None:
         if problem.role is Role.DGRAD and self.scaling is Scaling.STATIC:
-            return "a static scale belongs to x behind a norm, and dgrad reads none"
+            return NO_STATIC_DGRAD
         if self.format is Format.INT8 and problem.role is not Role.FPROP:
             return "int8 is for fprop: gradients span too many binades"
         if self.format is Format.INT8 and problem.k > WIDEST_ROW:
