@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from loka.core.gemm import Device, TensorName
@@ -54,6 +55,15 @@ class Rewriter(Protocol):
         ...
 
 
+@runtime_checkable
+class Summer(Protocol):
+    """A caster that sums a tensor's columns as it reads them."""
+
+    def cast_and_sum(self, tensor: Tensor, forms: Sequence[Form]) -> tuple[list[Operand], Tensor]:
+        """What ``cast`` returns, and the sums in FP32."""
+        ...
+
+
 CASTERS: Registry[Caster] = Registry("caster", discover=providers.import_all)
 
 PREFERENCE = ("onednn", "triton", "fbgemm", "torch")  # fastest first where able; torch takes everything
@@ -79,6 +89,20 @@ def _cast_alike(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict
     for caster, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
         operands.update(zip(share, CASTERS.get(caster).cast(tensor, share), strict=True))
     return operands
+
+
+def cast_and_sum(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> tuple[tuple[Operand, ...], Tensor]:
+    """The same without transforms, and the sums of the tensor's columns in FP32: in the same read, if a caster can."""
+    operands = {form: cast_high_precision(tensor, form) for form in forms if not form.spec.format.is_8bit}
+    sum_C = None
+    for caster_name, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
+        caster = CASTERS.get(caster_name)
+        if sum_C is None and isinstance(caster, Summer):
+            made, sum_C = caster.cast_and_sum(tensor, share)
+        else:
+            made = caster.cast(tensor, share)
+        operands.update(zip(share, made, strict=True))
+    return tuple(operands[form] for form in forms), tensor.sum(0, dtype=torch.float32) if sum_C is None else sum_C
 
 
 def rewriter_of(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> Rewriter | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from loka.core.errors import InvalidInput, UnknownName
 from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.recipe import Transform
-from loka.kernels.casting import cast
+from loka.kernels.casting import cast, cast_and_sum
 from loka.kernels.contract import KERNELS, Kernel, multiply
 from loka.kernels.operand import Form, Operand
 from loka.kernels.transforms import TransformVectors, changes, shifted_bias, undo_behind
@@ -61,6 +61,12 @@ class SiteExecutor:
             raise InvalidInput(f"{name} must be 2-D (rows × features), got shape {tuple(tensor.shape)}: flatten leading axes")
         forms = self.forms_for(name, roles)
         return dict(zip(forms, cast(name, tensor, forms, vectors), strict=True))
+
+    def cast_and_sum(self, dy_MN: Tensor, roles: tuple[Role, ...]) -> tuple[dict[Form, Operand], Tensor]:
+        """Every form of dy that ``roles`` read, and Σdy, the bias's gradient, in FP32."""
+        forms = self.forms_for(TensorName.DY, roles)
+        operands, dy_sum_N = cast_and_sum(TensorName.DY, dy_MN, forms)
+        return dict(zip(forms, operands, strict=True)), dy_sum_N
 
     def multiply(
         self,

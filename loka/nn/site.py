@@ -83,10 +83,12 @@ class _Site(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx_MK = dw_NK = None
         roles = tuple(role for role, needed in ((Role.DGRAD, needs_x), (Role.WGRAD, needs_weight)) if needed)
-        dy_casts = _cast(executor, TensorName.DY, dy_MN, roles)
         needs_sum = needs_bias or (needs_weight and executor.needs_dy_sum)
-        dy_sum_N = dy_MN.sum(0, dtype=torch.float32) if needs_sum else None
         with no_autocast(dy_MN):
+            if needs_sum:
+                dy_casts, dy_sum_N = executor.cast_and_sum(dy_MN, roles)
+            else:
+                dy_casts, dy_sum_N = executor.cast(TensorName.DY, dy_MN, roles), None
             if needs_x:
                 casts = _unflatten(weight_NK, ctx.cached_forms, cached)
                 casts = _with_high_precision(executor, weight_NK, casts, Role.DGRAD, vectors)

@@ -18,7 +18,9 @@ from loka.kernels.providers.torch_fp8 import missing_fp8
 from loka.kernels.triton.casts import (
     SCALINGS,
     WIDEST_ROW,
+    Codes,
     Target,
+    cast_and_sum,
     cast_int8_rows,
     cast_matrix,
     remember_amax,
@@ -127,11 +129,18 @@ class TritonCaster:
                 made = *cast_int8_rows(tensor, plain.outer, plain.contraction), *trans.empty(tensor)
             else:
                 made = cast_matrix(tensor, plain, trans)
-            for form, (codes, scale) in zip(pair, (made[:2], made[2:]), strict=True):
-                if form:
-                    outer, contraction = tensor.t().shape if form.transposed else tensor.shape
-                    operands[form] = Operand(codes, scale, outer, contraction, form.spec)
+            operands |= _operands(tensor, pair, made)
         return [operands[form] for form in forms]
+
+    def cast_and_sum(self, tensor: Tensor, forms: Sequence[Form]) -> tuple[list[Operand], Tensor]:
+        pair = _pairs(forms)[-1]
+        if any(form and form.spec.format is Format.INT8 for form in pair):  # then all are
+            return self.cast(tensor, forms), tensor.sum(0, dtype=torch.float32)
+        made, sum_C = cast_and_sum(tensor, *_targets(tensor, pair))
+        operands = _operands(tensor, pair, made)
+        others = [form for form in forms if form not in operands]
+        operands |= zip(others, self.cast(tensor, others), strict=True)
+        return [operands[form] for form in forms], sum_C
 
     def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor:
         return torch.cat([remember_amax(tensor, *_targets(tensor, pair)) for pair in _pairs(forms)], dim=1)
@@ -152,14 +161,23 @@ class TritonCaster:
         return run
 
 
+Pair = tuple[Form | None, Form | None]  # a form in the tensor's own order of axes, and a transposed one
+
+
+def _operands(tensor: Tensor, pair: Pair, made: Codes) -> dict[Form, Operand]:
+    operands = {}
+    for form, codes, scale in zip(pair, made[::2], made[1::2], strict=True):
+        if form:
+            outer, contraction = tensor.t().shape if form.transposed else tensor.shape
+            operands[form] = Operand(codes, scale, outer, contraction, form.spec)
+    return operands
+
+
 def _held(tensor: Tensor, operand: Operand | None) -> tuple[Tensor, Tensor]:
     """Where an operand's codes and scales lie; nowhere if it is not written."""
     if operand is None or operand.scale is None:
         return tensor.new_empty((0, 0), dtype=torch.float8_e4m3fn), tensor.new_empty((0, 0), dtype=torch.float32)
     return operand.codes, operand.scale
-
-
-Pair = tuple[Form | None, Form | None]  # a form in the tensor's own order of axes, and a transposed one
 
 
 def _pairs(forms: Sequence[Form]) -> list[Pair]:

@@ -119,11 +119,11 @@ def _store_scales(scale_A, index_A, tile_A, tile_B, scale_ptr, size_A, size_B, S
 @triton.jit
 def _cast_tile(
     tile, x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes,
-    seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
+    seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once, as four tiles of every fourth row: four codes of one column then meet in one thread, and are one
     word of the transpose."""
@@ -141,6 +141,9 @@ def _cast_tile(
             tl.atomic_max(seen_cols_ptr + col, tl.max(bits_QC, axis=0), mask=col < cols, sem="relaxed")
         if PLAIN == "tensorwise" or TRANS == "tensorwise":
             tl.atomic_max(seen_all_ptr + tile % SEEN, tl.max(bits_QC), sem="relaxed")
+    if SUMS:
+        sum_QC = x0.to(tl.float32) + x1.to(tl.float32) + (x2.to(tl.float32) + x3.to(tl.float32))
+        tl.store(sums_ptr + tile_R.to(tl.int64) * cols + col, tl.sum(sum_QC, axis=0), mask=col < cols)
     all_amax = 0
     if PLAIN == "tensorwise" or TRANS == "tensorwise":
         all_amax = largest_of(all_amax_ptr, amaxes, ALL_AT_ONCE)
@@ -175,19 +178,19 @@ def _cast_tile(
 @triton.jit(do_not_specialize=["amaxes", "flags", "tiles", "tiles_across"])
 def cast_kernel(
     x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes,
-    seen_rows_ptr, seen_cols_ptr, seen_all_ptr, outgrown_ptr, flags,
+    seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr, outgrown_ptr, flags,
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, IF_OUTGROWN: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, IF_OUTGROWN: tl.constexpr,
 ):  # fmt: skip
     """A tile a program, written as codes of the scalings PLAIN and TRANS ("none": not written).
 
     One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
     so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out
     through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own, that of all in
-    so many places, lest all programs wait for one. IF_OUTGROWN: there is nothing to do where none of ``flags`` is raised,
-    and few programs to find that out.
+    so many places, lest all programs wait for one. SUMS: the columns of each strip of tiles are summed. IF_OUTGROWN: there is
+    nothing to do where none of ``flags`` is raised, and few programs to find that out.
     """
     wait_for_kernels_before()
     if IF_OUTGROWN:
@@ -196,18 +199,18 @@ def cast_kernel(
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
             _cast_tile(
                 tile, x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
-                row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
+                row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr,
                 rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
                 plain_static, trans_static, tiles_across,
-                ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN,
+                ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN, SUMS,
             )  # fmt: skip
     else:
         _cast_tile(
             tl.program_id(0), x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
-            row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr,
+            row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr,
             rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
             plain_static, trans_static, tiles_across,
-            ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN,
+            ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN, SUMS,
         )  # fmt: skip
 
 

@@ -27,6 +27,8 @@ LARGEST_AT_ONCE = 8192  # by one program that does nothing else
 STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
 
 
+Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and scales of the matrix as it lies, and of its transpose
+
 # Of rows, of columns, and of all, among which the largest is the matrix's; each only as far as a scale is made from it.
 Amaxes = tuple[Tensor, Tensor, Tensor]
 
@@ -106,11 +108,22 @@ def tiles_down(rows: int, cols: int, tile: Tile) -> int:
     return -(-row_tiles // max(1, AMAXES_AT_ONCE // col_tiles))
 
 
-def cast_matrix(x: Tensor, plain: Target, trans: Target) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_matrix(x: Tensor, plain: Target, trans: Target) -> Codes:
     """Codes and scales of ``x`` in its own order of axes and transposed; empty tensors for a ``Target.none()``."""
+    *codes, _ = _cast_op(x, plain, trans, summed=False)
+    return tuple(codes)  # pyrefly: ignore[bad-return]
+
+
+def cast_and_sum(x: Tensor, plain: Target, trans: Target) -> tuple[Codes, Tensor]:
+    """The same, and the sums of the columns of ``x`` in FP32, out of the same read; of row scales alone in one more."""
+    *codes, sums_SC = _cast_op(x, plain, trans, summed=True)
+    return tuple(codes), sums_SC.sum(0) if len(sums_SC) else x.sum(0, dtype=torch.float32)  # pyrefly: ignore[bad-return]
+
+
+def _cast_op(x: Tensor, plain: Target, trans: Target, *, summed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if trans.contraction % 4:
         raise InvalidInput(f"transposed codes are written four at a time: pad {trans.contraction} rows to a multiple of 4")
-    return torch.ops.loka.cast_e4m3(x, *plain, *trans)
+    return torch.ops.loka.cast_e4m3(x, *plain, *trans, summed)
 
 
 @op("cast_e4m3")
@@ -124,20 +137,30 @@ def _cast_e4m3(
     trans_outer: int,
     trans_contraction: int,
     trans_static: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    summed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plain = Target(plain_scaling, plain_outer, plain_contraction, plain_static)
     trans = Target(trans_scaling, trans_outer, trans_contraction, trans_static)
-    codes = *plain.empty(x), *trans.empty(x)
-    write_codes(x, plain, trans, codes)
-    return codes
+    codes, sums_SC = (*plain.empty(x), *trans.empty(x)), _empty_sums(x, plain, trans, summed)
+    write_codes(x, plain, trans, codes, sums_SC)
+    return *codes, sums_SC
+
+
+def _empty_sums(x: Tensor, plain: Target, trans: Target, summed: bool) -> Tensor:
+    """Memory for the sums of columns within each strip of tiles: none where programs that hold whole rows write all."""
+    cols = x.shape[1]
+    if _are_apart(plain, trans, cols):
+        plain = Target.none()
+    strips = -(-max(plain.outer, trans.contraction) // cast_tile(plain.scaling, trans.scaling).rows)
+    return x.new_empty((strips if summed else 0, cols), dtype=torch.float32)
 
 
 @on_its_gpu
-def write_codes(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def write_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, sums_SC: Tensor | None = None) -> None:
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
     x = x if x.stride(1) == 1 else x.contiguous()
     if not _are_apart(plain, trans, x.shape[1]):
-        _launch_cast(x, plain, trans, codes, _amaxes(x, plain, trans))
+        _launch_cast(x, plain, trans, codes, _amaxes(x, plain, trans), sums_SC=sums_SC)
         return
     nothing, none = Target.none(), x.new_empty(0, dtype=torch.int32)
     if plain.scaling == Scaling.ROWWISE:
@@ -149,7 +172,7 @@ def write_codes(x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Te
         _launch_cast(x, plain, nothing, (*codes[:2], *nothing.empty(x)), (none, none, none))
     if trans.scaling != NOT_WRITTEN:
         amaxes = (none, none, few_with_largest(noted)) if noted.numel() else _amaxes(x, nothing, trans)
-        _launch_cast(x, nothing, trans, (*nothing.empty(x), *codes[2:]), amaxes)
+        _launch_cast(x, nothing, trans, (*nothing.empty(x), *codes[2:]), amaxes, sums_SC=sums_SC)
 
 
 def _by_rows(plain: Target, cols: int) -> bool:
@@ -182,14 +205,12 @@ def remembered(x: Tensor, plain: Target, trans: Target) -> int:
     return x.shape[1] if trans.scaling == Scaling.ROWWISE else 0
 
 
-def rewriting(
-    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor | None = None
-) -> Callable[[], None]:
+def rewriting(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> Callable[[], None]:
     """``rewrite_codes`` of the same tensors as often as it is called."""
     return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory), x, codes)
 
 
-def repeating(write: Callable[[], None], x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
+def repeating(write: Callable[[], None], x: Tensor, codes: Codes) -> Callable[[], None]:
     """``write`` of the codes of ``x`` as often as it is called: after the first time by its launches alone, without the Python
     that led to them, if it need not copy x."""
     launches: tuple[Again, ...] = ()
@@ -210,9 +231,7 @@ def repeating(write: Callable[[], None], x: Tensor, codes: tuple[Tensor, Tensor,
 
 
 @on_its_gpu
-def rewrite_codes(
-    x: Tensor, plain: Target, trans: Target, codes: tuple[Tensor, Tensor, Tensor, Tensor], memory: Tensor | None = None
-) -> None:
+def rewrite_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> None:
     """``write_codes`` for a matrix that changes little from one call to the next, as a weight in training.
 
     Where scales need amaxes that no program sees, it saves the pass for them: they are from amaxes twice as large as they were
@@ -280,12 +299,14 @@ def _launch_cast(
     x: Tensor,
     plain: Target,
     trans: Target,
-    codes: tuple[Tensor, Tensor, Tensor, Tensor],
+    codes: Codes,
     amaxes: Amaxes,
     seen: Amaxes | None = None,
     outgrown: Tensor | None = None,
+    sums_SC: Tensor | None = None,
 ) -> None:
-    """With scales from ``amaxes``; ``seen`` are raised to the matrix's own. Nothing is done where no ``outgrown`` is set."""
+    """With scales from ``amaxes``; ``seen`` are raised to the matrix's own, strips of its columns summed if there is room for
+    them. Nothing is done where no ``outgrown`` is set."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
@@ -297,12 +318,14 @@ def _launch_cast(
     launch(
         kernels.cast_kernel, (tiles if outgrown is None else min(tiles, IF_OUTGROWN_PROGRAMS), 1, 1),
         x, plain_codes, plain_scale, words, trans_scale, row_amax, col_amax, all_amax, all_amax.numel(),
-        seen_rows, seen_cols, seen_all, all_amax if outgrown is None else outgrown, 0 if outgrown is None else outgrown.numel(),
+        seen_rows, seen_cols, seen_all, sums_SC,
+        all_amax if outgrown is None else outgrown, 0 if outgrown is None else outgrown.numel(),
         rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
         ALL_AT_ONCE=next(count for count in (1, SEEN_PLACES, AMAXES_AT_ONCE) if all_amax.numel() <= count),
-        ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else SEEN_PLACES, IF_OUTGROWN=outgrown is not None,
+        ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else SEEN_PLACES,
+        SUMS=sums_SC is not None and len(sums_SC) > 0, IF_OUTGROWN=outgrown is not None,
         num_warps=tile.warps,
     )  # fmt: skip
 
@@ -392,7 +415,8 @@ def _(
     trans_outer: int,
     trans_contraction: int,
     trans_static: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    summed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plain = Target(plain_scaling, plain_outer, plain_contraction, plain_static)
     trans = Target(trans_scaling, trans_outer, trans_contraction, trans_static)
-    return *plain.empty(x), *trans.empty(x)
+    return *plain.empty(x), *trans.empty(x), _empty_sums(x, plain, trans, summed)

@@ -17,6 +17,7 @@ from loka.kernels.triton.casts import (
     SCALINGS,
     Target,
     amax_tile,
+    cast_and_sum,
     cast_int8_rows,
     cast_matrix,
     cast_tile,
@@ -73,9 +74,19 @@ def assert_is_the_oracles(kind: str, codes: Tensor, scale: Tensor, oriented: Ten
     torch.testing.assert_close(decode(codes), decode(expected.codes), rtol=0, atol=0, equal_nan=True)
 
 
+def bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).contiguous().view(torch.uint8)
+
+
 def check(x: Tensor, plain: str, trans: str, multiple: int) -> None:
     rows, cols = x.shape
-    codes, scale, codes_t, scale_t = cast_matrix(x, target(plain, rows, cols, multiple), target(trans, cols, rows, multiple))
+    targets = target(plain, rows, cols, multiple), target(trans, cols, rows, multiple)
+    codes, scale, codes_t, scale_t = cast_matrix(x, *targets)
+    with_sum, sum_C = cast_and_sum(x, *targets)
+    assert all(torch.equal(*map(bits, pair)) for pair in zip(with_sum, (codes, scale, codes_t, scale_t), strict=True))
+    expected, room = x.double().sum(0), 2.0**-20 * x.double().abs().sum(0)
+    assert ((sum_C.double() - expected).abs() <= room).all() or not x.isfinite().all()
+    assert sum_C.dtype is torch.float32
     for kind, got, got_scale, oriented in ((plain, codes, scale, x), (trans, codes_t, scale_t, x.t())):
         if kind == NOT_WRITTEN:
             assert got.numel() == got_scale.numel() == 0

@@ -44,12 +44,12 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, INT)
 
 
-def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool = False) -> dict[str, Any]:
+def cast_case(plain: str, trans: str, *, seen: bool = False, sums: bool = False, if_outgrown: bool = False) -> dict[str, Any]:
     tile = cast_tile(plain, trans)
     arguments = {
         "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
         "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32,
-        "seen_rows_ptr": INT32, "seen_cols_ptr": INT32, "seen_all_ptr": INT32, "outgrown_ptr": INT32,
+        "seen_rows_ptr": INT32, "seen_cols_ptr": INT32, "seen_all_ptr": INT32, "sums_ptr": FP32, "outgrown_ptr": INT32,
         "plain_static": "fp32", "trans_static": "fp32", **integers("flags", "amaxes", "tiles", "tiles_across"),
         **integers("rows", "cols", "row_stride", "plain_rows", "plain_cols", "trans_rows", "trans_cols"),
     }  # fmt: skip
@@ -62,6 +62,7 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, if_outgrown: bool =
         "ALL_AT_ONCE": SEEN_PLACES if seen else AMAXES_AT_ONCE,
         "ALIGNED": True,
         "SEEN": SEEN_PLACES * seen,
+        "SUMS": sums,
         "IF_OUTGROWN": if_outgrown,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
@@ -195,6 +196,7 @@ CASES = {
     "cast rowwise both": cast_case("rowwise", "rowwise"),
     "cast rowwise both, amaxes remembered": cast_case("rowwise", "rowwise", seen=True),
     "cast rowwise both, once more if outgrown": cast_case("rowwise", "rowwise", if_outgrown=True),
+    "cast tensorwise both, columns summed": cast_case("tensorwise", "tensorwise", sums=True),
     "cast tensorwise both, amaxes remembered": cast_case("tensorwise", "tensorwise", seen=True),
     "cast tensorwise, transposed": cast_case("none", "tensorwise"),
     "cast rowwise and 1x128": cast_case("rowwise", "1x128"),

@@ -12,7 +12,9 @@ def cases() -> dict[str, tuple[object, ...]]:
     """Arguments, by the name of an op and maybe more words."""
     a, b = torch.randn(20, 32).to(torch.float8_e4m3fn), torch.randn(24, 32).to(torch.float8_e4m3fn)
     return {
-        "cast_e4m3": (torch.randn(20, 30), "rowwise", 20, 32, 1.0, "1x128", 32, 32, 1.0),
+        "cast_e4m3": (torch.randn(20, 30), "rowwise", 20, 32, 1.0, "1x128", 32, 32, 1.0, False),
+        "cast_e4m3 and sums": (torch.randn(80, 30), "tensorwise", 80, 32, 1.0, "tensorwise", 32, 80, 1.0, True),
+        "cast_e4m3 and sums, rows alone": (torch.randn(80, 30), "rowwise", 80, 32, 1.0, "none", 0, 0, 1.0, True),
         "cast_by_rows": (torch.randn(20, 30), True),
         "cast_by_rows by powers of two": (torch.randn(3, 520), True),
         "cast_by_rows not transposed": (torch.randn(3, 520), False),

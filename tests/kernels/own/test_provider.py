@@ -6,7 +6,7 @@ from contract_check import check_product
 
 from loka.core.gemm import Device, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format, Scaling, Transform
-from loka.kernels.casting import CASTERS, CastProblem, Rewriter, rewriter_of
+from loka.kernels.casting import CASTERS, CastProblem, Rewriter, cast, cast_and_sum, rewriter_of
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
@@ -132,3 +132,27 @@ def test_a_centered_layer_s_shift_follows_the_weight(where: torch.device, monkey
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
     torch.testing.assert_close(layer.get_buffer("_weight_shift"), layer.weight.detach() @ mean_K)
+
+
+FORMS = {
+    "both layouts": (("tensorwise", False), ("tensorwise", True)),
+    "row scales alone": (("rowwise", False),),
+    "two plain, one transposed, one in bf16": (("tensorwise", False), ("rowwise", False), ("tensorwise", True), ("none", True)),
+}
+
+
+@pytest.mark.parametrize("kinds", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "torch's"])
+def test_sums_of_columns_come_with_the_casts(
+    where: torch.device, monkeypatch: pytest.MonkeyPatch, kinds: tuple[tuple[str, bool], ...], is_ours: bool
+) -> None:
+    """In whatever forms: the gradient of a bias is Σdy, and dy is read for its casts."""
+    monkeypatch.setattr(provider, "missing_triton", lambda device: None if is_ours else "not asked for")
+    dy_MN = torch.randn(100, 48, generator=torch.Generator().manual_seed(0)).to(where)
+    formats = {kind: Format.BF16 if kind == "none" else Format.E4M3 for kind, _ in kinds}
+    forms = [Form(OperandSpec(formats[kind], Scaling(kind), 1, 16), transposed) for kind, transposed in kinds]
+    operands, sum_N = cast_and_sum(TensorName.DY, dy_MN, forms)
+    torch.testing.assert_close(sum_N.double(), dy_MN.double().sum(0), rtol=1e-6, atol=1e-5)
+    for got, expected in zip(operands, cast(TensorName.DY, dy_MN, forms), strict=True):
+        assert got.spec == expected.spec
+        assert torch.equal(got.codes.float(), expected.codes.float())
