@@ -23,11 +23,9 @@ from loka.kernels.triton.casts import (
     cast_and_sum,
     cast_int8_rows,
     cast_matrix,
-    remember_amax,
-    remembered,
-    rewriting,
 )
 from loka.kernels.triton.gemm import gemm
+from loka.kernels.triton.recasts import remember_amax, remembered, rewriting
 
 READS = (Format.BF16, Format.FP16, Format.FP32)
 

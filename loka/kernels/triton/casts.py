@@ -1,8 +1,6 @@
 """Casts to e4m3, and of rows to int8, in few reads: one for static scales and those of square tiles, and for row scales of rows
 that fit a program; one more where a scale covers what no program sees (tensorwise, and row scales of the transposed matrix)."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +10,7 @@ from loka.core.errors import InvalidInput
 from loka.core.recipe import Scaling
 from loka.kernels.operand import OperandSpec, padded_size
 from loka.kernels.ops import fake_of, op
-from loka.kernels.triton.launch import Again, launch, on_its_gpu, recorded
+from loka.kernels.triton.launch import launch, on_its_gpu
 from loka.kernels.triton.tiles import power_of_two
 
 WIDEST_ROW = 16384  # values of one row that a program holds in registers
@@ -20,8 +18,7 @@ NOT_WRITTEN = "none"
 SCALINGS = (Scaling.STATIC, Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.BLOCK_1X128, Scaling.BLOCK_128X128)
 WIDEST_AMAX_TILE = 1024
 COLS_OF_WARP = 256  # 32 threads of 16 bytes in bf16
-REMEMBERED_AT_ONCE = AMAXES_AT_ONCE = 1024
-SEEN_PLACES = 128  # of the amax of all, which a tile each raises: thousands would wait for one
+FEW_AMAXES, AMAXES_AT_ONCE = 128, 1024
 IF_OUTGROWN_PROGRAMS = 256  # of a pass that has nothing to do in nearly every call
 LARGEST_AT_ONCE = 8192  # by one program that does nothing else
 STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
@@ -160,7 +157,7 @@ def write_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, sums_SC: 
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
     x = x if x.stride(1) == 1 else x.contiguous()
     if not _are_apart(plain, trans, x.shape[1]):
-        _launch_cast(x, plain, trans, codes, _amaxes(x, plain, trans), sums_SC=sums_SC)
+        launch_cast(x, plain, trans, codes, find_amaxes(x, plain, trans), sums_SC=sums_SC)
         return
     nothing, none = Target.none(), x.new_empty(0, dtype=torch.int32)
     if plain.scaling == Scaling.ROWWISE:
@@ -169,13 +166,13 @@ def write_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, sums_SC: 
         launch_rowwise(x, plain, codes[0], codes[1], noted)
     else:
         noted = none
-        _launch_cast(x, plain, nothing, (*codes[:2], *nothing.empty(x)), (none, none, none))
+        launch_cast(x, plain, nothing, (*codes[:2], *nothing.empty(x)), (none, none, none))
     if trans.scaling != NOT_WRITTEN:
-        amaxes = (none, none, few_with_largest(noted)) if noted.numel() else _amaxes(x, nothing, trans)
-        _launch_cast(x, nothing, trans, (*nothing.empty(x), *codes[2:]), amaxes, sums_SC=sums_SC)
+        amaxes = (none, none, few_with_largest(noted)) if noted.numel() else find_amaxes(x, nothing, trans)
+        launch_cast(x, nothing, trans, (*nothing.empty(x), *codes[2:]), amaxes, sums_SC=sums_SC)
 
 
-def _by_rows(plain: Target, cols: int) -> bool:
+def are_by_rows(plain: Target, cols: int) -> bool:
     """Whether programs that hold whole rows write the matrix as it lies."""
     return plain.scaling == Scaling.ROWWISE and cols <= WIDEST_ROW
 
@@ -183,91 +180,7 @@ def _by_rows(plain: Target, cols: int) -> bool:
 def _are_apart(plain: Target, trans: Target, cols: int) -> bool:
     """Whether the matrix as it lies is written by itself, before its transpose, if that is: row scales by whole rows, and
     scales of 1×128, for which small tiles do either way. Together they took 1.2 to 1.7 times as long on an H200."""
-    return _by_rows(plain, cols) or plain.scaling == trans.scaling == Scaling.BLOCK_1X128
-
-
-def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
-    """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, that of all in as many places
-    as it is seen in, zeros to see others, and room for what outgrew them."""
-    if remembered(x, plain, trans) == 0:
-        return x.new_empty((3, 0), dtype=torch.int32)
-    of_rows, of_cols, of_all = _amaxes(x, Target.none() if _by_rows(plain, x.shape[1]) else plain, trans)
-    largest = of_all.amax(dim=0, keepdim=True).expand(SEEN_PLACES) if of_all.numel() else of_all
-    amax = torch.cat((of_rows, of_cols, largest)).view(torch.float32)
-    last = torch.where(amax.isfinite(), (2 * amax).clamp(max=3e38), amax).view(torch.int32)
-    return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
-
-
-def remembered(x: Tensor, plain: Target, trans: Target) -> int:
-    """How many amaxes ``remember_amax`` keeps: none of rows that are written by themselves, nor of what those note."""
-    if not _by_rows(plain, x.shape[1]):
-        return sum(_remembered_sizes(x, plain, trans))
-    return x.shape[1] if trans.scaling == Scaling.ROWWISE else 0
-
-
-def rewriting(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> Callable[[], None]:
-    """``rewrite_codes`` of the same tensors as often as it is called."""
-    return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory), x, codes)
-
-
-def repeating(write: Callable[[], None], x: Tensor, codes: Codes) -> Callable[[], None]:
-    """``write`` of the codes of ``x`` as often as it is called: after the first time by its launches alone, without the Python
-    that led to them, if it need not copy x."""
-    launches: tuple[Again, ...] = ()
-
-    @on_its_gpu
-    def run(x: Tensor) -> None:
-        nonlocal launches
-        if launches:
-            for again in launches:
-                again()
-            tell_autograd(codes)
-        elif x.stride(1) == 1:
-            launches = recorded(write)
-        else:
-            write()
-
-    return partial(run, x)
-
-
-@on_its_gpu
-def rewrite_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> None:
-    """``write_codes`` for a matrix that changes little from one call to the next, as a weight in training.
-
-    Where scales need amaxes that no program sees, it saves the pass for them: they are from amaxes twice as large as they were
-    at the call before. Codes of a floating format lose nothing by it but the last binade below. Where an amax has more than
-    doubled, or is a small part of what it was, all is written once more by its own. Row scales of both layouts are written
-    apart, which is faster still. Without ``memory``, which ``remember_amax`` makes, this is ``write_codes``.
-    """
-    from loka.kernels.triton import cast_kernels as kernels
-
-    x = x if x.stride(1) == 1 else x.contiguous()
-    tell_autograd(codes)
-    if memory is None or memory.numel() == 0:
-        write_codes(x, plain, trans, codes)
-        return
-    if _by_rows(plain, x.shape[1]):
-        launch_rowwise(x, plain, codes[0], codes[1], memory[0, :0])
-        plain = Target.none()
-        codes = *plain.empty(x), *codes[2:]
-    last, seen, outgrown = memory
-    amaxes = _split_amaxes(last, x, plain, trans)
-    _launch_cast(x, plain, trans, codes, amaxes, seen=_split_amaxes(seen, x, plain, trans))
-    programs, (of_lines, of_all) = 0, (sum(amax.numel() for amax in amaxes[:2]), amaxes[2].numel())
-    for first, count, length, one in ((0, of_lines, REMEMBERED_AT_ONCE, False), (of_lines, of_all, SEEN_PLACES, True)):
-        if count:
-            launch(
-                kernels.remember_kernel, (-(-count // length), 1, 1),
-                seen[first:], last[first:], outgrown[programs:], count, LENGTH=length, ONE=one, num_warps=4,
-            )  # fmt: skip
-            programs += -(-count // length)
-    _launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
-
-
-def tell_autograd(codes: tuple[Tensor, ...]) -> None:
-    """A kernel that writes into a tensor leaves no trace: a graph that saved it before would go on with what is there now."""
-    for tensor in codes:
-        torch.autograd.graph.increment_version(tensor)
+    return are_by_rows(plain, cols) or plain.scaling == trans.scaling == Scaling.BLOCK_1X128
 
 
 def launch_rowwise(x: Tensor, plain: Target, codes: Tensor, scale: Tensor, noted: Tensor, *, power: bool = False) -> None:
@@ -295,7 +208,7 @@ def few_with_largest(bits: Tensor) -> Tensor:
     return largest
 
 
-def _launch_cast(
+def launch_cast(
     x: Tensor,
     plain: Target,
     trans: Target,
@@ -323,16 +236,11 @@ def _launch_cast(
         rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
-        ALL_AT_ONCE=next(count for count in (1, SEEN_PLACES, AMAXES_AT_ONCE) if all_amax.numel() <= count),
-        ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else SEEN_PLACES,
+        ALL_AT_ONCE=next(count for count in (1, FEW_AMAXES, AMAXES_AT_ONCE) if all_amax.numel() <= count),
+        ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else max(1, seen_all.numel()),
         SUMS=sums_SC is not None and len(sums_SC) > 0, IF_OUTGROWN=outgrown is not None,
         num_warps=tile.warps,
     )  # fmt: skip
-
-
-def _split_amaxes(amax: Tensor, x: Tensor, plain: Target, trans: Target) -> Amaxes:
-    of_rows, of_cols, of_all = amax.split(_remembered_sizes(x, plain, trans))
-    return of_rows, of_cols, of_all
 
 
 def amax_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
@@ -341,13 +249,8 @@ def amax_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
     return [x.shape[0] * (scalings[0] == "rowwise"), x.shape[1] * (scalings[1] == "rowwise"), int("tensorwise" in scalings)]
 
 
-def _remembered_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
-    of_rows, of_cols, of_all = amax_sizes(x, plain, trans)
-    return [of_rows, of_cols, of_all * SEEN_PLACES]
-
-
 @on_its_gpu
-def _amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
+def find_amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
     """Amaxes of rows, columns and all of ``x``: of each, only what the targets need. One read, or none."""
     from loka.kernels.triton import cast_kernels as kernels
 

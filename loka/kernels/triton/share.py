@@ -19,12 +19,10 @@ from loka.kernels.triton.casts import (
     Target,
     few_with_largest,
     launch_rowwise,
-    repeating,
-    rewriting,
-    tell_autograd,
     write_codes,
 )
 from loka.kernels.triton.launch import launch, on_its_gpu
+from loka.kernels.triton.recasts import repeating, rewriting, tell_autograd
 from loka.kernels.triton.tiles import SHARED_TILE, Columns, ceil_div, power_of_two
 
 # Values of a row from which its scale is a power of two. The scale of an amax makes that one value exact, which is a good part

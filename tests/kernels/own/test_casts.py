@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import OperandSpec, padded_size
-from loka.kernels.triton import casts
+from loka.kernels.triton import casts, recasts
 from loka.kernels.triton.casts import (
     AMAXES_AT_ONCE,
     NOT_WRITTEN,
@@ -21,12 +21,10 @@ from loka.kernels.triton.casts import (
     cast_int8_rows,
     cast_matrix,
     cast_tile,
-    remember_amax,
-    rewrite_codes,
-    rewriting,
     rows_at_once,
     tiles_down,
 )
+from loka.kernels.triton.recasts import remember_amax, rewrite_codes, rewriting
 from loka.kernels.triton.tiles import ceil_div
 from loka.numerics.formats import decode
 from loka.numerics.scaling import quantize
@@ -159,7 +157,7 @@ class TestRewriting:
         self, where: torch.device, kinds: tuple[str, str], few: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if few:
-            monkeypatch.setattr(casts, "SEEN_PLACES", 2)
+            monkeypatch.setattr(recasts, "SEEN_PLACES", 2)
             monkeypatch.setattr(casts, "IF_OUTGROWN_PROGRAMS", 2)
         x = hostile(40, 150, torch.float32, 0).to(where)
         targets = target(kinds[0], 40, 150), target(kinds[1], 150, 40)
@@ -192,7 +190,7 @@ class TestRewriting:
             versions = [codes._version for codes in again[0]]
             with monkeypatch.context() as patch:
                 if index:
-                    patch.setattr(casts, "rewrite_codes", None)
+                    patch.setattr(recasts, "rewrite_codes", None)
                 rewrite()
             for got, expected, version in zip(again[0], once[0], versions, strict=True):
                 assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, SEEN_PLACES, STRIPS_AT_ONCE, amax_tile, cast_tile
+from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, amax_tile, cast_tile
+from loka.kernels.triton.recasts import SEEN_PLACES
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
     GRADIENT_ROWS,

@@ -1,0 +1,120 @@
+"""Casting a matrix again that has changed but a little, as a weight after a step of its optimizer: in one read, into the codes
+that are there, by the amaxes of the time before."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from loka.core.recipe import Scaling
+from loka.kernels.triton.casts import (
+    FEW_AMAXES,
+    Amaxes,
+    Codes,
+    Target,
+    amax_sizes,
+    are_by_rows,
+    find_amaxes,
+    launch_cast,
+    launch_rowwise,
+    write_codes,
+)
+from loka.kernels.triton.launch import Again, launch, on_its_gpu, recorded
+
+REMEMBERED_AT_ONCE = 1024
+SEEN_PLACES = FEW_AMAXES  # of the amax of all, which a tile each raises: thousands would wait for one
+
+
+def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
+    """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, that of all in as many places
+    as it is seen in, zeros to see others, and room for what outgrew them."""
+    if remembered(x, plain, trans) == 0:
+        return x.new_empty((3, 0), dtype=torch.int32)
+    of_rows, of_cols, of_all = find_amaxes(x, Target.none() if are_by_rows(plain, x.shape[1]) else plain, trans)
+    largest = of_all.amax(dim=0, keepdim=True).expand(SEEN_PLACES) if of_all.numel() else of_all
+    amax = torch.cat((of_rows, of_cols, largest)).view(torch.float32)
+    last = torch.where(amax.isfinite(), (2 * amax).clamp(max=3e38), amax).view(torch.int32)
+    return torch.stack([last, torch.zeros_like(last), torch.zeros_like(last)])
+
+
+def remembered(x: Tensor, plain: Target, trans: Target) -> int:
+    """How many amaxes ``remember_amax`` keeps: none of rows that are written by themselves, nor of what those note."""
+    if not are_by_rows(plain, x.shape[1]):
+        return sum(_remembered_sizes(x, plain, trans))
+    return x.shape[1] if trans.scaling == Scaling.ROWWISE else 0
+
+
+def rewriting(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> Callable[[], None]:
+    """``rewrite_codes`` of the same tensors as often as it is called."""
+    return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory), x, codes)
+
+
+def repeating(write: Callable[[], None], x: Tensor, codes: Codes) -> Callable[[], None]:
+    """``write`` of the codes of ``x`` as often as it is called: after the first time by its launches alone, without the Python
+    that led to them, if it need not copy x."""
+    launches: tuple[Again, ...] = ()
+
+    @on_its_gpu
+    def run(x: Tensor) -> None:
+        nonlocal launches
+        if launches:
+            for again in launches:
+                again()
+            tell_autograd(codes)
+        elif x.stride(1) == 1:
+            launches = recorded(write)
+        else:
+            write()
+
+    return partial(run, x)
+
+
+@on_its_gpu
+def rewrite_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> None:
+    """``write_codes`` for a matrix that changes little from one call to the next, as a weight in training.
+
+    Where scales need amaxes that no program sees, it saves the pass for them: they are from amaxes twice as large as they were
+    at the call before. Codes of a floating format lose nothing by it but the last binade below. Where an amax has more than
+    doubled, or is a small part of what it was, all is written once more by its own. Row scales of both layouts are written
+    apart, which is faster still. Without ``memory``, which ``remember_amax`` makes, this is ``write_codes``.
+    """
+    from loka.kernels.triton import cast_kernels as kernels
+
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tell_autograd(codes)
+    if memory is None or memory.numel() == 0:
+        write_codes(x, plain, trans, codes)
+        return
+    if are_by_rows(plain, x.shape[1]):
+        launch_rowwise(x, plain, codes[0], codes[1], memory[0, :0])
+        plain = Target.none()
+        codes = *plain.empty(x), *codes[2:]
+    last, seen, outgrown = memory
+    amaxes = _split_amaxes(last, x, plain, trans)
+    launch_cast(x, plain, trans, codes, amaxes, seen=_split_amaxes(seen, x, plain, trans))
+    programs, (of_lines, of_all) = 0, (sum(amax.numel() for amax in amaxes[:2]), amaxes[2].numel())
+    for first, count, length, one in ((0, of_lines, REMEMBERED_AT_ONCE, False), (of_lines, of_all, SEEN_PLACES, True)):
+        if count:
+            launch(
+                kernels.remember_kernel, (-(-count // length), 1, 1),
+                seen[first:], last[first:], outgrown[programs:], count, LENGTH=length, ONE=one, num_warps=4,
+            )  # fmt: skip
+            programs += -(-count // length)
+    launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
+
+
+def tell_autograd(codes: tuple[Tensor, ...]) -> None:
+    """A kernel that writes into a tensor leaves no trace: a graph that saved it before would go on with what is there now."""
+    for tensor in codes:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _split_amaxes(amax: Tensor, x: Tensor, plain: Target, trans: Target) -> Amaxes:
+    of_rows, of_cols, of_all = amax.split(_remembered_sizes(x, plain, trans))
+    return of_rows, of_cols, of_all
+
+
+def _remembered_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
+    of_rows, of_cols, of_all = amax_sizes(x, plain, trans)
+    return [of_rows, of_cols, of_all * SEEN_PLACES]
