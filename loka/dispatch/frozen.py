@@ -18,7 +18,7 @@ from loka.nn.fused_block import FusedBlock
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
-from loka.nn.linear import as_read, refuse_nested
+from loka.nn.linear import as_read, output_dtype, refuse_nested
 from loka.nn.site import no_autocast
 
 
@@ -165,7 +165,8 @@ class FrozenBlock(Frozen):
         blocks = (self, *self.followers)
         if input.numel() > 0 and self.why_reference is None:
             served = [ServedTensors(block.bias, block.codes, block.scale) for block in blocks]
-            (y_MN,) = serve_chain(self.chain, as_read(input).reshape(-1, self.in_features), served)
+            x = as_read(input) if self.entry is None else input  # autocast leaves what a norm reads as it is
+            (y_MN,) = serve_chain(self.chain, x.reshape(-1, self.in_features), served, output_dtype(input))
             return y_MN.reshape(*input.shape[:-1], y_MN.shape[-1])
         input = input if self.entry is None else self.entry(input)
         for block in blocks:

@@ -80,29 +80,32 @@ def cast(
     """Cast the 2-D ``tensor`` into all ``forms``: high-precision ones by dtype alone, the others by their casters."""
     operands: dict[Form, Operand] = {}
     for transform, share in _by_transform(forms).items():
-        operands.update(_cast_alike(name, apply_to(name, tensor, transform, vectors), share))
+        made, _ = _cast_alike(name, apply_to(name, tensor, transform, vectors), share)
+        operands.update(made)
     return tuple(operands[form] for form in forms)
 
 
-def _cast_alike(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict[Form, Operand]:
-    operands = {form: cast_high_precision(tensor, form) for form in forms if not form.spec.format.is_8bit}
-    for caster, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
-        operands.update(zip(share, CASTERS.get(caster).cast(tensor, share), strict=True))
-    return operands
-
-
 def cast_and_sum(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> tuple[tuple[Operand, ...], Tensor]:
-    """The same without transforms, and the sums of the tensor's columns in FP32: in the same read, if a caster can."""
+    """The same, and the sums of the tensor's columns in FP32: in the same read, if a caster can."""
+    assert all(form.transform is Transform.NONE for form in forms), "sums are of the tensor as it is"
+    operands, sum_C = _cast_alike(name, tensor, forms, summed=True)
+    return tuple(operands[form] for form in forms), tensor.sum(0, dtype=torch.float32) if sum_C is None else sum_C
+
+
+def _cast_alike(
+    name: TensorName, tensor: Tensor, forms: Sequence[Form], *, summed: bool = False
+) -> tuple[dict[Form, Operand], Tensor | None]:
+    """The operands of ``forms``, and the sums asked for where a caster made them."""
     operands = {form: cast_high_precision(tensor, form) for form in forms if not form.spec.format.is_8bit}
     sum_C = None
-    for caster_name, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
-        caster = CASTERS.get(caster_name)
-        if sum_C is None and isinstance(caster, Summer):
+    for name_of_caster, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():
+        caster = CASTERS.get(name_of_caster)
+        if summed and sum_C is None and isinstance(caster, Summer):
             made, sum_C = caster.cast_and_sum(tensor, share)
         else:
             made = caster.cast(tensor, share)
         operands.update(zip(share, made, strict=True))
-    return tuple(operands[form] for form in forms), tensor.sum(0, dtype=torch.float32) if sum_C is None else sum_C
+    return operands, sum_C
 
 
 def rewriter_of(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> Rewriter | None:

@@ -57,13 +57,13 @@ class SiteExecutor:
         self, name: TensorName, tensor: Tensor, roles: tuple[Role, ...], vectors: TransformVectors | None = None
     ) -> dict[Form, Operand]:
         """Every form of ``tensor`` (rows × features) that ``roles`` read."""
-        if tensor.ndim != 2:
-            raise InvalidInput(f"{name} must be 2-D (rows × features), got shape {tuple(tensor.shape)}: flatten leading axes")
+        _require_matrix(name, tensor)
         forms = self.forms_for(name, roles)
         return dict(zip(forms, cast(name, tensor, forms, vectors), strict=True))
 
     def cast_and_sum(self, dy_MN: Tensor, roles: tuple[Role, ...]) -> tuple[dict[Form, Operand], Tensor]:
         """Every form of dy that ``roles`` read, and Σdy, the bias's gradient, in FP32."""
+        _require_matrix(TensorName.DY, dy_MN)
         forms = self.forms_for(TensorName.DY, roles)
         operands, dy_sum_N = cast_and_sum(TensorName.DY, dy_MN, forms)
         return dict(zip(forms, operands, strict=True)), dy_sum_N
@@ -114,3 +114,8 @@ class SiteExecutor:
             for source, spec in zip(SOURCES[role], self.kernels[role].operands(role), strict=True)
         )
         return a, b
+
+
+def _require_matrix(name: TensorName, tensor: Tensor) -> None:
+    if tensor.ndim != 2:
+        raise InvalidInput(f"{name} must be 2-D (rows × features), got shape {tuple(tensor.shape)}: flatten leading axes")

@@ -15,7 +15,7 @@ from loka.nn.block_reference import block_reference
 from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
 from loka.nn.fused_steps import WeightCodes, cast_weight, recasting_weight
-from loka.nn.linear import as_read, own_weight, require_input
+from loka.nn.linear import as_read, output_dtype, own_weight, require_input
 from loka.nn.weight_casts import (
     drop_casts,
     holds_casts_of,
@@ -203,7 +203,8 @@ def _run(
 
 
 def _run_fused(spec: ChainSpec, tensors: list[BlockTensors], x: Tensor) -> tuple[Tensor, ...]:
-    results = run_chain(spec, as_read(x).reshape(-1, x.shape[-1]), tensors)
+    read = as_read(x) if spec.entry is None else x  # autocast leaves what a norm reads as it is
+    results = run_chain(spec, read.reshape(-1, x.shape[-1]), tensors, output_dtype(x))
     return tuple(result.reshape(*x.shape[:-1], result.shape[-1]) for result in results)
 
 

@@ -60,18 +60,20 @@ class ChainNeeds:
         return GradientNeeds(self.in_front_of(block), self.weights[block], self.biases[block])
 
 
-def run_chain(spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors]) -> tuple[Tensor, ...]:
-    """The outputs that ``spec`` names, in its order, in the dtype of x, differentiable once; x must have at least one row."""
+def run_chain(spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors], out_dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The outputs that ``spec`` names, in its order, differentiable once; x must have at least one row."""
     learned = [tensor for block in tensors for tensor in (block.weight_NK, block.bias_N) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_MK, *learned)):
-        return _Chain.apply(x_MK, spec, *(tensor for block in tensors for tensor in block))
-    return serve_chain(spec, x_MK, tensors)
+        return _Chain.apply(x_MK, spec, out_dtype, *(tensor for block in tensors for tensor in block))
+    return serve_chain(spec, x_MK, tensors, out_dtype)
 
 
-def serve_chain(spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors | ServedTensors]) -> tuple[Tensor, ...]:
+def serve_chain(
+    spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors | ServedTensors], out_dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """The same without gradients."""
     nothing = (False,) * len(tensors)
-    outputs, _, _ = _forward(spec, x_MK, tensors, ChainNeeds(False, nothing, nothing))
+    outputs, _, _ = _forward(spec, x_MK, tensors, out_dtype, ChainNeeds(False, nothing, nothing))
     return outputs
 
 
@@ -79,6 +81,7 @@ def _forward(
     spec: ChainSpec,
     x_MK: Tensor,
     tensors: Sequence[BlockTensors | ServedTensors],
+    out_dtype: torch.dtype,
     needs: ChainNeeds,
 ) -> tuple[tuple[Tensor, ...], list[SavedBlock], SavedNorm | None]:
     last, saved, outputs, saved_norm = len(tensors) - 1, [], {}, None
@@ -89,7 +92,7 @@ def _forward(
     for index, (block, tensor) in enumerate(zip(spec.blocks, tensors, strict=True)):
         result = forward_block(
             block, x, tensor.codes_NK, tensor.scale_N, tensor.bias_N,
-            high=x_MK.dtype if index in spec.outputs else None,
+            high=out_dtype if index in spec.outputs else None,
             codes=index < last,
             transposed=index < last and needs.weights[index + 1],
             saved=needs.in_front_of(index + 1),
@@ -101,16 +104,16 @@ def _forward(
 
 
 class _Chain(torch.autograd.Function):
-    """Inputs: x, the spec, and the ``BlockTensors`` of each block, flat."""
+    """Inputs: x, the spec, the dtype of the outputs, and the ``BlockTensors`` of each block, flat."""
 
     @staticmethod
-    def forward(ctx: Any, x_MK: Tensor, spec: ChainSpec, *flat: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x_MK: Tensor, spec: ChainSpec, out_dtype: torch.dtype, *flat: Any) -> tuple[Tensor, ...]:
         size = len(BlockTensors._fields)
         tensors = [BlockTensors(*flat[first : first + size]) for first in range(0, len(flat), size)]
-        needs_x, _, *of_flat = ctx.needs_input_grad
+        needs_x, _, _, *of_flat = ctx.needs_input_grad
         needs = ChainNeeds(needs_x, tuple(of_flat[::size]), tuple(of_flat[1::size]))
-        outputs, saved, saved_norm = _forward(spec, x_MK, tensors, needs)
-        ctx.spec, ctx.needs, ctx.dtype = spec, needs, x_MK.dtype
+        outputs, saved, saved_norm = _forward(spec, x_MK, tensors, out_dtype, needs)
+        ctx.spec, ctx.needs, ctx.out_dtype, ctx.x_dtype = spec, needs, out_dtype, x_MK.dtype
         ctx.dtypes = tuple((t.weight_NK.dtype, None if t.bias_N is None else t.bias_N.dtype) for t in tensors)
         per_block = [(*block, t.codes_KN, t.scale_KN) for block, t in zip(saved, tensors, strict=True)]
         ctx.save_for_backward(*(tensor for block in per_block for tensor in block), *(saved_norm or ()))
@@ -133,7 +136,7 @@ class _Chain(torch.autograd.Function):
             gradients = backward_block(
                 spec.blocks[index], _sum(dy_MN, from_outputs.get(index)), SavedBlock(*saved), spec.input_factor(index),
                 codes_KN, scale_KN,
-                needs=needs.of(index), x_dtype=ctx.dtype, weight_dtype=weight_dtype,
+                needs=needs.of(index), x_dtype=ctx.x_dtype if index == 0 else ctx.out_dtype, weight_dtype=weight_dtype,
             )  # fmt: skip
             db_N = None if gradients.bias_N is None else gradients.bias_N.to(bias_dtype)
             of_blocks[index], dy_MN = (gradients.weight_NK, db_N), gradients.x_MK
@@ -141,7 +144,7 @@ class _Chain(torch.autograd.Function):
         if dx_MK is not None and spec.entry is not None:
             dx_MK = norm_input_backward(dx_MK, spec.entry, SavedNorm(*tensors[-2:]))
         codes = (None,) * (len(BlockTensors._fields) - 2)
-        return (dx_MK, None, *(grad for pair in of_blocks for grad in (*pair, *codes)))
+        return (dx_MK, None, None, *(grad for pair in of_blocks for grad in (*pair, *codes)))
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor:

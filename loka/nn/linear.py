@@ -186,14 +186,19 @@ def own_weight(linear: nn.Linear) -> nn.Parameter:
     return weight
 
 
+def output_dtype(x: Tensor) -> torch.dtype:
+    """What a linear layer gives for ``x``: autocast's dtype inside it."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def as_read(x: Tensor) -> Tensor:
-    """``x`` in the dtype in which a linear layer reads it, and returns: autocast's inside it.
+    """``x`` in the dtype in which a linear layer reads it: autocast's inside it, but for what autocast does not touch.
 
     Behind a norm, which autocast leaves in fp32, casts then read, and dgrad writes, half the bytes; torch.compile has the norm
     write them so.
     """
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return x.to(output_dtype(x)) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
 def input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:

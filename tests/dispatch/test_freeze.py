@@ -130,6 +130,8 @@ def test_moving_keeps_the_codes() -> None:
     model.to(torch.bfloat16)
     frozen = model.bottom
     assert isinstance(frozen, FrozenLinear)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        _check_it_reads_autocasts_dtype(frozen, torch.randn(5, frozen.in_features))
     assert (frozen.codes.dtype, frozen.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
     torch.testing.assert_close(frozen(batch().bfloat16()).float(), expected, rtol=0.05, atol=0.05)
 
@@ -182,6 +184,10 @@ def test_frozen_blocks_give_the_same_numbers_from_their_codes_alone(
     assert model(x_MK[:0]).shape == (0, 4, 1)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(x_MK), expected.bfloat16(), rtol=0.02, atol=0.02)
+        first = model.get_submodule("0")
+        assert isinstance(first, FrozenBlock)
+        if first.entry is None:  # a norm in front reads what there is
+            _check_it_reads_autocasts_dtype(first, x_MK)
     weights = 2 * 32 * 32 + 48 * 32
     codes = weights + 4 * (2 * 32 + 48)  # one byte a weight, a scale a row
     others = 4 * (48 + 48 + 1)  # a bias, and the head
@@ -346,3 +352,9 @@ def test_an_average_of_weights_is_served_by_the_models_plan() -> None:
     assert torch.equal(average(batch()), model(batch()))
     loka.freeze(average, drop_high_precision=True)
     assert torch.equal(average(batch()), model(batch()))
+
+
+def _check_it_reads_autocasts_dtype(frozen: nn.Module, x: torch.Tensor) -> None:
+    y = frozen(x)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, frozen(x.bfloat16()))

@@ -12,9 +12,10 @@ from torch import Tensor
 from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format, Scaling
+from loka.kernels.casting import cast
 from loka.kernels.contract import KERNELS, Kernel, multiply, require, why_not
 from loka.kernels.device import device_of
-from loka.kernels.operand import OperandSpec
+from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers.reference import Reference
 
 AXES = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 100, 127, 128, 129, 200, 256]))
@@ -204,3 +205,19 @@ class TestBadInput:
         b = b._replace(codes=b.codes.to("meta"))
         with pytest.raises(InvalidInput, match="they lie on cpu and meta"):
             multiply(self.kernel, Role.FPROP, a, b, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["torch.tensorwise", "torch.static_fast"])
+@pytest.mark.parametrize("n", [24, 32], ids=["padded", "as it is"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_is_added_in_the_output_s_dtype(name: str, n: int, dtype: torch.dtype) -> None:
+    """``torch._scaled_mm`` runs on a CPU too."""
+    generator = torch.Generator().manual_seed(0)
+    x_MK, w_NK = torch.randn(16, 64, generator=generator), torch.randn(n, 64, generator=generator)
+    bias_N, kernel = 100 * torch.randn(n, generator=generator), KERNELS.get(name)
+    tensors = zip((TensorName.X, TensorName.W), (x_MK, w_NK), kernel.operands(Role.FPROP), strict=True)
+    a, b = (cast(tensor_name, tensor, [Form(spec, False)])[0] for tensor_name, tensor, spec in tensors)
+    got = kernel.multiply(a, b, dtype, bias_N)
+    assert (got.dtype, got.shape) == (dtype, (16, n))
+    expected = x_MK.double() @ w_NK.double().t() + bias_N.double()
+    torch.testing.assert_close(got.double(), expected, rtol=2.0**-7, atol=1.5)

@@ -297,6 +297,16 @@ def test_autocast_gives_its_dtype_and_full_gradients(fused_on: torch.device) -> 
     assert torch.equal(grads[0], grads[0].bfloat16().float())  # dgrad wrote what autocast asks for, and no more bytes
 
 
+def test_autocast_leaves_what_a_norm_in_front_reads(fused_on: torch.device) -> None:
+    """Rounded to fp16, large values would be infinite, and all others of their norm block 0 behind it."""
+    block = FusedBlock.from_modules(nn.Linear(48, 40), loka.BlockNorm(40), nn.ReLU(), loka.BlockNorm(48)).to(fused_on)
+    x = 1e5 * torch.randn(8, 48, device=fused_on)
+    with torch.autocast(fused_on.type, torch.float16):
+        y, dx, *_ = run(block, x, torch.ones(8, 40, device=fused_on, dtype=torch.float16))
+    assert (y.dtype, dx.dtype) == (torch.float16, torch.float32)
+    assert relative_rms(y.double(), block.chain_reference(x).double()) < 0.1
+
+
 @pytest.mark.parametrize("frozen", ["x", "blocks.0.weight", "blocks.1.weight", "blocks.0.bias", "all of block 0 and x"])
 def test_only_what_needs_a_gradient_gets_one(fused_on: torch.device, frozen: str) -> None:
     chain = FusedChain([make_block(), make_block(40, 24)]).to(fused_on)

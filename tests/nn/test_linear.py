@@ -256,6 +256,16 @@ def test_autocast_reads_and_writes_its_dtype_alone() -> None:
     assert torch.equal(dx, dx.bfloat16().float())
 
 
+@pytest.mark.parametrize("x", [torch.ones(8, 32).double(), torch.ones(8, 32).long(), torch.ones(8, 32).bool()], ids=str)
+def test_autocast_rounds_nothing_that_it_would_not_touch(x: Tensor) -> None:
+    """``nn.Linear`` refuses it there too: ids past 256 would be the same in bf16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            nn.Linear(32, 16)(x)
+        with pytest.raises(InvalidInput):
+            loka.LokaLinear(32, 16, kernels=SAME)(x)
+
+
 def test_leading_axes_are_kept() -> None:
     module = loka.LokaLinear(32, 16, kernels=SAME)
     x = torch.randn(3, 4, 32)

@@ -184,7 +184,7 @@ def cast_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
     ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, IF_OUTGROWN: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, written as codes of the scalings PLAIN and TRANS ("none": not written).
+    """A tile a program (several with IF_OUTGROWN), written as codes of the scalings PLAIN and TRANS ("none": not written).
 
     One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
     so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out

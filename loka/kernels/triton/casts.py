@@ -113,8 +113,8 @@ def cast_matrix(x: Tensor, plain: Target, trans: Target) -> Codes:
 
 def cast_and_sum(x: Tensor, plain: Target, trans: Target) -> tuple[Codes, Tensor]:
     """The same, and the sums of the columns of ``x`` in FP32, out of the same read; of row scales alone in one more."""
-    *codes, sums_SC = _cast_op(x, plain, trans, summed=True)
-    return tuple(codes), sums_SC.sum(0) if len(sums_SC) else x.sum(0, dtype=torch.float32)  # pyrefly: ignore[bad-return]
+    *codes, sum_C = _cast_op(x, plain, trans, summed=True)
+    return tuple(codes), sum_C  # pyrefly: ignore[bad-return]
 
 
 def _cast_op(x: Tensor, plain: Target, trans: Target, *, summed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -138,18 +138,24 @@ def _cast_e4m3(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plain = Target(plain_scaling, plain_outer, plain_contraction, plain_static)
     trans = Target(trans_scaling, trans_outer, trans_contraction, trans_static)
-    codes, sums_SC = (*plain.empty(x), *trans.empty(x)), _empty_sums(x, plain, trans, summed)
+    codes = *plain.empty(x), *trans.empty(x)
+    if not summed:
+        write_codes(x, plain, trans, codes)
+        return *codes, _empty_sum(x, summed)
+    sums_SC = x.new_empty((_strips_summed(plain, trans, x.shape[1]), x.shape[1]), dtype=torch.float32)
     write_codes(x, plain, trans, codes, sums_SC)
-    return *codes, sums_SC
+    return *codes, sums_SC.sum(0) if len(sums_SC) else x.sum(0, dtype=torch.float32)
 
 
-def _empty_sums(x: Tensor, plain: Target, trans: Target, summed: bool) -> Tensor:
-    """Memory for the sums of columns within each strip of tiles: none where programs that hold whole rows write all."""
-    cols = x.shape[1]
+def _empty_sum(x: Tensor, summed: bool) -> Tensor:
+    return x.new_empty(x.shape[1] if summed else 0, dtype=torch.float32)
+
+
+def _strips_summed(plain: Target, trans: Target, cols: int) -> int:
+    """How many strips of tiles sum their columns: none where programs that hold whole rows write all."""
     if _are_apart(plain, trans, cols):
         plain = Target.none()
-    strips = -(-max(plain.outer, trans.contraction) // cast_tile(plain.scaling, trans.scaling).rows)
-    return x.new_empty((strips if summed else 0, cols), dtype=torch.float32)
+    return -(-max(plain.outer, trans.contraction) // cast_tile(plain.scaling, trans.scaling).rows)
 
 
 @on_its_gpu
@@ -236,7 +242,7 @@ def launch_cast(
         rows, cols, x.stride(0), plain.outer, plain.contraction, trans.outer, trans.contraction,
         plain.static_scale, trans.static_scale, tiles, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
-        ALL_AT_ONCE=next(count for count in (1, FEW_AMAXES, AMAXES_AT_ONCE) if all_amax.numel() <= count),
+        ALL_AT_ONCE=next((count for count in (1, FEW_AMAXES) if all_amax.numel() <= count), AMAXES_AT_ONCE),
         ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else max(1, seen_all.numel()),
         SUMS=sums_SC is not None and len(sums_SC) > 0, IF_OUTGROWN=outgrown is not None,
         num_warps=tile.warps,
@@ -322,4 +328,4 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plain = Target(plain_scaling, plain_outer, plain_contraction, plain_static)
     trans = Target(trans_scaling, trans_outer, trans_contraction, trans_static)
-    return *plain.empty(x), *trans.empty(x), _empty_sums(x, plain, trans, summed)
+    return *plain.empty(x), *trans.empty(x), _empty_sum(x, summed)

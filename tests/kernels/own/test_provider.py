@@ -3,6 +3,7 @@
 import pytest
 import torch
 from contract_check import check_product
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from loka.core.gemm import Device, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format, Scaling, Transform
@@ -156,3 +157,15 @@ def test_sums_of_columns_come_with_the_casts(
     for got, expected in zip(operands, cast(TensorName.DY, dy_MN, forms), strict=True):
         assert got.spec == expected.spec
         assert torch.equal(got.codes.float(), expected.codes.float())
+
+
+def test_casts_of_changing_rows_are_compiled_no_more_than_twice(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for rows as they are, once for any: what a cast returns shall ask nothing of their number."""
+    monkeypatch.setattr(provider, "missing_triton", lambda device: None)
+    layer = LokaLinear(32, 16, kernels=SiteKernels.same("triton.tensorwise"))
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for rows in (64, 48, 80, 63, 130, 1024):
+        compiled(torch.randn(rows, 32)).sum().backward()
+    assert counter.frame_count <= 2
