@@ -14,7 +14,7 @@ from loka.kernels.casting import cast
 from loka.kernels.operand import Operand
 from loka.kernels.transforms import TransformVectors, center_shift
 from loka.nn.block_reference import block_reference
-from loka.nn.fused_block import FusedBlock
+from loka.nn.fused_block import FusedBlock, rows_read
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
@@ -165,8 +165,7 @@ class FrozenBlock(Frozen):
         blocks = (self, *self.followers)
         if input.numel() > 0 and self.why_reference is None:
             served = [ServedTensors(block.bias, block.codes, block.scale) for block in blocks]
-            x = as_read(input) if self.entry is None else input  # autocast leaves what a norm reads as it is
-            (y_MN,) = serve_chain(self.chain, x.reshape(-1, self.in_features), served, output_dtype(input))
+            (y_MN,) = serve_chain(self.chain, rows_read(self.chain, input), served, output_dtype(input))
             return y_MN.reshape(*input.shape[:-1], y_MN.shape[-1])
         input = input if self.entry is None else self.entry(input)
         for block in blocks:

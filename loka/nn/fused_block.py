@@ -203,9 +203,13 @@ def _run(
 
 
 def _run_fused(spec: ChainSpec, tensors: list[BlockTensors], x: Tensor) -> tuple[Tensor, ...]:
-    read = as_read(x) if spec.entry is None else x  # autocast leaves what a norm reads as it is
-    results = run_chain(spec, read.reshape(-1, x.shape[-1]), tensors, output_dtype(x))
+    results = run_chain(spec, rows_read(spec, x), tensors, output_dtype(x))
     return tuple(result.reshape(*x.shape[:-1], result.shape[-1]) for result in results)
+
+
+def rows_read(spec: ChainSpec, x: Tensor) -> Tensor:
+    """The matrix that a chain reads of its input. Autocast leaves what a norm reads as it is."""
+    return (as_read(x) if spec.entry is None else x).reshape(-1, x.shape[-1])
 
 
 def _chain_spec(blocks: Sequence[FusedBlock], entry: nn.Module | None, outputs: tuple[int, ...]) -> ChainSpec | None:

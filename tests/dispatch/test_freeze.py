@@ -130,8 +130,6 @@ def test_moving_keeps_the_codes() -> None:
     model.to(torch.bfloat16)
     frozen = model.bottom
     assert isinstance(frozen, FrozenLinear)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        _check_it_reads_autocasts_dtype(frozen, torch.randn(5, frozen.in_features))
     assert (frozen.codes.dtype, frozen.scale.dtype) == (torch.float8_e4m3fn, torch.float32)
     torch.testing.assert_close(frozen(batch().bfloat16()).float(), expected, rtol=0.05, atol=0.05)
 
@@ -352,6 +350,15 @@ def test_an_average_of_weights_is_served_by_the_models_plan() -> None:
     assert torch.equal(average(batch()), model(batch()))
     loka.freeze(average, drop_high_precision=True)
     assert torch.equal(average(batch()), model(batch()))
+
+
+def test_a_frozen_site_reads_autocasts_dtype() -> None:
+    model = tower()
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
+    loka.freeze(model, drop_high_precision=True)
+    assert isinstance(model.bottom, FrozenLinear)
+    with torch.autocast("cpu", torch.bfloat16):
+        _check_it_reads_autocasts_dtype(model.bottom, batch())
 
 
 def _check_it_reads_autocasts_dtype(frozen: nn.Module, x: torch.Tensor) -> None:
