@@ -53,7 +53,7 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "amax_kernel": Kind.CAST,
     "cast_kernel": Kind.CAST,
     "largest_kernel": Kind.CAST,
-    "largest_of_strips_kernel": Kind.CAST,
+    "over_strips_kernel": Kind.CAST,
     "remember_kernel": Kind.CAST,
     "rowwise_kernel": Kind.CAST,
     "share_scales_kernel": Kind.CAST,

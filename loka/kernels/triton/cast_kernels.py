@@ -141,12 +141,14 @@ def _cast_tile(
             tl.atomic_max(seen_cols_ptr + col, tl.max(bits_QC, axis=0), mask=col < cols, sem="relaxed")
         if PLAIN == "tensorwise" or TRANS == "tensorwise":
             tl.atomic_max(seen_all_ptr + tile % SEEN, tl.max(bits_QC), sem="relaxed")
-    if SUMS:
-        sum_QC = x0.to(tl.float32) + x1.to(tl.float32) + (x2.to(tl.float32) + x3.to(tl.float32))
-        tl.store(sums_ptr + tile_R.to(tl.int64) * cols + col, tl.sum(sum_QC, axis=0), mask=col < cols)
     all_amax = 0
     if PLAIN == "tensorwise" or TRANS == "tensorwise":
         all_amax = largest_of(all_amax_ptr, amaxes, ALL_AT_ONCE)
+    if SUMS:
+        sum_QC = x0.to(tl.float32) + x1.to(tl.float32) + (x2.to(tl.float32) + x3.to(tl.float32))
+        strip = tile_R * SUMS + tl.arange(0, SUMS)
+        sum_SC = tl.sum(tl.reshape(sum_QC, (SUMS, QUADS // SUMS, COLS)), axis=1)
+        tl.store(sums_ptr + strip.to(tl.int64)[:, None] * cols + col[None, :], sum_SC, mask=(col < cols)[None, :])
     square_amax = tl.max(bits_QC) if PLAIN == "128x128" or TRANS == "128x128" else 0
     if TRANS != "none":
         amax_C = tl.max(bits_QC, axis=0) if TRANS == "1x128" else tl.zeros((COLS,), tl.int32) + square_amax
@@ -189,7 +191,7 @@ def cast_kernel(
     One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
     so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out
     through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own, that of all in
-    so many places, lest all programs wait for one. SUMS: the columns of each strip of tiles are summed. IF_OUTGROWN: there is
+    so many places, lest all programs wait for one. SUMS: in so many strips of a tile columns are summed. IF_OUTGROWN: there is
     nothing to do where none of ``flags`` is raised, and few programs to find that out.
     """
     wait_for_kernels_before()
@@ -251,18 +253,18 @@ def largest_kernel(bits_ptr, largest_ptr, count, AT_ONCE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["strips"])
-def largest_of_strips_kernel(bits_ptr, largest_ptr, strips, size, STRIPS: tl.constexpr, LENGTH: tl.constexpr):
-    """The largest of ``strips`` magnitudes each, for LENGTH of ``size`` rows or columns."""
+def over_strips_kernel(strips_ptr, result_ptr, strips, size, STRIPS: tl.constexpr, LENGTH: tl.constexpr, SUM: tl.constexpr):
+    """Over ``strips``, the largest magnitude or, SUM, the sum, for LENGTH of ``size`` rows or columns."""
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
-    largest_SL = tl.zeros((STRIPS, LENGTH), tl.int32)
+    result_SL = tl.zeros((STRIPS, LENGTH), strips_ptr.dtype.element_ty)
     for first in range(0, strips, STRIPS):
         strip = first + tl.arange(0, STRIPS)
         inside = (strip < strips)[:, None] & (index < size)[None, :]
-        largest_SL = tl.maximum(
-            largest_SL, tl.load(bits_ptr + strip.to(tl.int64)[:, None] * size + index[None, :], mask=inside, other=0)
-        )
-    tl.store(largest_ptr + index, tl.max(largest_SL, axis=0), mask=index < size)
+        strip_SL = tl.load(strips_ptr + strip.to(tl.int64)[:, None] * size + index[None, :], mask=inside, other=0)
+        result_SL = result_SL + strip_SL if SUM else tl.maximum(result_SL, strip_SL)
+    result_L = tl.sum(result_SL, axis=0) if SUM else tl.max(result_SL, axis=0)
+    tl.store(result_ptr + index, result_L, mask=index < size)
 
 
 @triton.jit(do_not_specialize=["size"])

@@ -22,6 +22,7 @@ FEW_AMAXES, AMAXES_AT_ONCE = 128, 1024
 IF_OUTGROWN_PROGRAMS = 256  # of a pass that has nothing to do in nearly every call
 LARGEST_AT_ONCE = 8192  # by one program that does nothing else
 STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
+STRIPS_OF_TILE = 4  # summed apart: of a tile of 64 columns each lies in one of four warps, which then need not meet
 
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and scales of the matrix as it lies, and of its transpose
@@ -144,7 +145,7 @@ def _cast_e4m3(
         return *codes, _empty_sum(x, summed)
     sums_SC = x.new_empty((_strips_summed(plain, trans, x.shape[1]), x.shape[1]), dtype=torch.float32)
     write_codes(x, plain, trans, codes, sums_SC)
-    return *codes, sums_SC.sum(0) if len(sums_SC) else x.sum(0, dtype=torch.float32)
+    return *codes, _over_strips(sums_SC, add=True) if len(sums_SC) else x.sum(0, dtype=torch.float32)
 
 
 def _empty_sum(x: Tensor, summed: bool) -> Tensor:
@@ -152,10 +153,10 @@ def _empty_sum(x: Tensor, summed: bool) -> Tensor:
 
 
 def _strips_summed(plain: Target, trans: Target, cols: int) -> int:
-    """How many strips of tiles sum their columns: none where programs that hold whole rows write all."""
+    """How many strips of rows sum their columns: none where programs that hold whole rows write all."""
     if _are_apart(plain, trans, cols):
         plain = Target.none()
-    return -(-max(plain.outer, trans.contraction) // cast_tile(plain.scaling, trans.scaling).rows)
+    return STRIPS_OF_TILE * -(-max(plain.outer, trans.contraction) // cast_tile(plain.scaling, trans.scaling).rows)
 
 
 @on_its_gpu
@@ -244,7 +245,7 @@ def launch_cast(
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
         ALL_AT_ONCE=next((count for count in (1, FEW_AMAXES) if all_amax.numel() <= count), AMAXES_AT_ONCE),
         ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else max(1, seen_all.numel()),
-        SUMS=sums_SC is not None and len(sums_SC) > 0, IF_OUTGROWN=outgrown is not None,
+        SUMS=STRIPS_OF_TILE if sums_SC is not None and len(sums_SC) > 0 else 0, IF_OUTGROWN=outgrown is not None,
         num_warps=tile.warps,
     )  # fmt: skip
 
@@ -277,22 +278,23 @@ def find_amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
         ROWS=tile.rows, COLS=tile.cols, OF_ROWS=of_rows, OF_COLS=of_cols, OF_ALL=of_all, ONE_TILE=down == 1,
         num_warps=tile.warps,
     )  # fmt: skip
-    return _largest_of_strips(row_amaxes), _largest_of_strips(col_amaxes), all_amaxes
+    return _over_strips(row_amaxes, add=False), _over_strips(col_amaxes, add=False), all_amaxes
 
 
-def _largest_of_strips(bits: Tensor) -> Tensor:
-    """Of magnitudes that strips of a matrix have (strips × rows or columns), the largest for each."""
+@on_its_gpu
+def _over_strips(strips: Tensor, *, add: bool) -> Tensor:
+    """For each row or column the sum over strips of a matrix (strips × rows or columns), or the largest of magnitudes."""
     from loka.kernels.triton import cast_kernels as kernels
 
-    if bits.numel() == 0 or len(bits) == 1:
-        return bits.flatten()
-    (strips, size), (at_once, length) = bits.shape, STRIPS_AT_ONCE
-    largest = bits.new_empty(size)
+    if strips.numel() == 0 or len(strips) == 1:
+        return strips.flatten()
+    (count, size), (at_once, length) = strips.shape, STRIPS_AT_ONCE
+    result = strips.new_empty(size)
     launch(
-        kernels.largest_of_strips_kernel, (-(-size // length), 1, 1), bits, largest, strips, size,
-        STRIPS=at_once, LENGTH=length, num_warps=8,
+        kernels.over_strips_kernel, (-(-size // length), 1, 1), strips, result, count, size,
+        STRIPS=min(at_once, power_of_two(count)), LENGTH=length, SUM=add, num_warps=8,
     )  # fmt: skip
-    return largest
+    return result
 
 
 def cast_int8_rows(x: Tensor, outer: int, contraction: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, amax_tile, cast_tile
+from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, STRIPS_OF_TILE, amax_tile, cast_tile
 from loka.kernels.triton.recasts import SEEN_PLACES
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
@@ -63,7 +63,7 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, sums: bool = False,
         "ALL_AT_ONCE": SEEN_PLACES if seen else AMAXES_AT_ONCE,
         "ALIGNED": True,
         "SEEN": SEEN_PLACES * seen,
-        "SUMS": sums,
+        "SUMS": STRIPS_OF_TILE * sums,
         "IF_OUTGROWN": if_outgrown,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
@@ -91,10 +91,10 @@ def largest_case() -> dict[str, Any]:
             "constants": {"AT_ONCE": LARGEST_AT_ONCE}}  # fmt: skip
 
 
-def largest_of_strips_case() -> dict[str, Any]:
-    return {"module": "cast_kernels", "kernel": "largest_of_strips_kernel", "stages": 3, "warps": 8,
-            "arguments": {"bits_ptr": INT32, "largest_ptr": INT32, **integers("strips", "size")},
-            "constants": dict(zip(("STRIPS", "LENGTH"), STRIPS_AT_ONCE, strict=True))}  # fmt: skip
+def over_strips_case(kind: str, *, add: bool) -> dict[str, Any]:
+    return {"module": "cast_kernels", "kernel": "over_strips_kernel", "stages": 3, "warps": 8,
+            "arguments": {"strips_ptr": kind, "result_ptr": kind, **integers("strips", "size")},
+            "constants": {**dict(zip(("STRIPS", "LENGTH"), STRIPS_AT_ONCE, strict=True)), "SUM": add}}  # fmt: skip
 
 
 def gemm_case(tiles: Tiles, *, promoted: bool, out: str = BF16, codes: str = FP8, persistent: bool = True) -> dict[str, Any]:
@@ -256,7 +256,8 @@ CASES = {
     "amax of all": amax_case(4096, one_tile=False, of_cols=False),
     "amax of all, one tile": amax_case(4096, one_tile=True, of_cols=False),
     "the largest": largest_case(),
-    "the largest of strips": largest_of_strips_case(),
+    "the largest of strips": over_strips_case(INT32, add=False),
+    "the sums of strips": over_strips_case(FP32, add=True),
     # What choose_tiles must not choose: its sums do not fit twice.
     "promoted 128x256": gemm_case(GEMM_TILES[0], promoted=True),
 }
