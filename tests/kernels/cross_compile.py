@@ -19,6 +19,7 @@ INSTRUCTIONS = {
     "load 1 byte": r"ld\.global\S*\.b8",
     "store 1 byte": r"st\.global\S*\.b8",
     "store 16 bytes": r"st\.global\S*\.v4\.b32",
+    "barrier": r"bar\.sync",
 }
 
 

@@ -146,9 +146,11 @@ def _cast_tile(
         all_amax = largest_of(all_amax_ptr, amaxes, ALL_AT_ONCE)
     if SUMS:
         sum_QC = x0.to(tl.float32) + x1.to(tl.float32) + (x2.to(tl.float32) + x3.to(tl.float32))
+        ROWS_OF_WARP: tl.constexpr = 32 * 16 // (COLS * x_ptr.dtype.element_ty.primitive_bitwidth // 8)  # by loads of 16 bytes
+        sum_QC = tl.reshape(sum_QC, (QUADS // (SUMS * ROWS_OF_WARP), SUMS, ROWS_OF_WARP, COLS))
         strip = tile_R * SUMS + tl.arange(0, SUMS)
-        sum_SC = tl.sum(tl.reshape(sum_QC, (SUMS, QUADS // SUMS, COLS)), axis=1)
-        tl.store(sums_ptr + strip.to(tl.int64)[:, None] * cols + col[None, :], sum_SC, mask=(col < cols)[None, :])
+        place = sums_ptr + strip.to(tl.int64)[:, None] * cols + col[None, :]
+        tl.store(place, tl.sum(tl.sum(sum_QC, axis=2), axis=0), mask=(col < cols)[None, :])
     square_amax = tl.max(bits_QC) if PLAIN == "128x128" or TRANS == "128x128" else 0
     if TRANS != "none":
         amax_C = tl.max(bits_QC, axis=0) if TRANS == "1x128" else tl.zeros((COLS,), tl.int32) + square_amax
@@ -191,8 +193,8 @@ def cast_kernel(
     One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
     so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out
     through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own, that of all in
-    so many places, lest all programs wait for one. SUMS: in so many strips of a tile columns are summed. IF_OUTGROWN: there is
-    nothing to do where none of ``flags`` is raised, and few programs to find that out.
+    so many places, lest all programs wait for one. SUMS: so many warps, which need not meet for it, sum the columns
+    of their rows. IF_OUTGROWN: there is nothing to do where none of ``flags`` is raised, and few programs to find that out.
     """
     wait_for_kernels_before()
     if IF_OUTGROWN:

@@ -22,7 +22,6 @@ FEW_AMAXES, AMAXES_AT_ONCE = 128, 1024
 IF_OUTGROWN_PROGRAMS = 256  # of a pass that has nothing to do in nearly every call
 LARGEST_AT_ONCE = 8192  # by one program that does nothing else
 STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
-STRIPS_OF_TILE = 4  # summed apart: of a tile of 64 columns each lies in one of four warps, which then need not meet
 
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and scales of the matrix as it lies, and of its transpose
@@ -153,10 +152,11 @@ def _empty_sum(x: Tensor, summed: bool) -> Tensor:
 
 
 def _strips_summed(plain: Target, trans: Target, cols: int) -> int:
-    """How many strips of rows sum their columns: none where programs that hold whole rows write all."""
+    """How many warps sum the columns of their rows: none where programs that hold whole rows write all."""
     if _are_apart(plain, trans, cols):
         plain = Target.none()
-    return STRIPS_OF_TILE * -(-max(plain.outer, trans.contraction) // cast_tile(plain.scaling, trans.scaling).rows)
+    tile = cast_tile(plain.scaling, trans.scaling)
+    return tile.warps * -(-max(plain.outer, trans.contraction) // tile.rows)
 
 
 @on_its_gpu
@@ -245,7 +245,7 @@ def launch_cast(
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
         ALL_AT_ONCE=next((count for count in (1, FEW_AMAXES) if all_amax.numel() <= count), AMAXES_AT_ONCE),
         ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else max(1, seen_all.numel()),
-        SUMS=STRIPS_OF_TILE if sums_SC is not None and len(sums_SC) > 0 else 0, IF_OUTGROWN=outgrown is not None,
+        SUMS=tile.warps if sums_SC is not None and len(sums_SC) > 0 else 0, IF_OUTGROWN=outgrown is not None,
         num_warps=tile.warps,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, STRIPS_OF_TILE, amax_tile, cast_tile
+from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, amax_tile, cast_tile
 from loka.kernels.triton.recasts import SEEN_PLACES
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
@@ -63,7 +63,7 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, sums: bool = False,
         "ALL_AT_ONCE": SEEN_PLACES if seen else AMAXES_AT_ONCE,
         "ALIGNED": True,
         "SEEN": SEEN_PLACES * seen,
-        "SUMS": STRIPS_OF_TILE * sums,
+        "SUMS": tile.warps * sums,
         "IF_OUTGROWN": if_outgrown,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
@@ -197,6 +197,7 @@ CASES = {
     "cast rowwise both": cast_case("rowwise", "rowwise"),
     "cast rowwise both, amaxes remembered": cast_case("rowwise", "rowwise", seen=True),
     "cast rowwise both, once more if outgrown": cast_case("rowwise", "rowwise", if_outgrown=True),
+    "cast tensorwise both": cast_case("tensorwise", "tensorwise"),
     "cast tensorwise both, columns summed": cast_case("tensorwise", "tensorwise", sums=True),
     "cast tensorwise both, amaxes remembered": cast_case("tensorwise", "tensorwise", seen=True),
     "cast tensorwise, transposed": cast_case("none", "tensorwise"),
@@ -204,6 +205,9 @@ CASES = {
     "cast tiles both": cast_case("128x128", "128x128"),
     "cast 1x128": cast_case("1x128", "none"),
     "cast 1x128, transposed": cast_case("none", "1x128"),
+    "cast 1x128, transposed, columns summed": cast_case("none", "1x128", sums=True),
+    "cast rowwise, transposed": cast_case("none", "rowwise"),
+    "cast rowwise, transposed, columns summed": cast_case("none", "rowwise", sums=True),
     "cast static both": cast_case("static", "static"),
     "cast wide rows": rowwise_case(1, 16384),
     "cast narrow rows": rowwise_case(16, 256),
@@ -285,6 +289,13 @@ def test_amaxes_of_columns_stay_in_their_threads(name: str) -> None:
     """No warps meet in shared memory, but to store one number a column; nothing is loaded ahead for tiles that do not come."""
     assert compiled()[name]["shared_bytes"] <= 4 * CASES[name]["constants"]["COLS"]
     assert compiled()[name]["instructions"]["load 16 bytes"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith(", columns summed")])
+def test_warps_do_not_meet_to_sum_columns(name: str) -> None:
+    """At most once more than without: to store whole lines."""
+    without = compiled()[name.removesuffix(", columns summed")]
+    assert compiled()[name]["instructions"]["barrier"] <= without["instructions"]["barrier"] + 1
 
 
 def test_amaxes_of_several_tiles_are_loaded_ahead() -> None:
