@@ -45,7 +45,7 @@ def plan(
     out.print(_table(made))
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
-    out.print(f"{path}   {_total(made)}")
+    out.print(f"{path}   {made.total}")
     folder = quote(str(run))
     if is_older(run / "survey.json", than=run / "record.safetensors"):
         out.print(
@@ -76,13 +76,6 @@ def _cell(one: "SitePlan", role: Role) -> str:
         return "–"
     name = choice.kernel if one.transform == "none" else f"{choice.kernel} {one.transform}"
     return f"{name} {choice.error.mean:.3f}"
-
-
-def _total(made: "Plan") -> str:
-    before, behind = sum(s.baseline_us for s in made.sites), sum(s.time_us for s in made.sites)
-    low = sum(s.is_low_precision for s in made.sites)
-    speedup = before / behind if behind else 1.0
-    return f"{low} of {len(made.sites)} sites in low precision, {speedup:.2f}× over all sites"
 
 
 def _site(made: "Plan", name: str) -> "SitePlan":

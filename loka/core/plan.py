@@ -102,6 +102,15 @@ class SitePlan(Struct, frozen=True):
     def speedup(self) -> float:
         return self.baseline_us / self.time_us if self.time_us else 1.0
 
+    def __str__(self) -> str:
+        kernels = dict.fromkeys(choice.kernel for choice in self.kernels.values())
+        chosen = (
+            ", ".join(f"{role} {choice.kernel}" for role, choice in self.kernels.items())
+            if len(kernels) > 1
+            else next(iter(kernels))
+        )
+        return f"{self.site} {self.k}×{self.n}: {chosen}: {self.reason}"
+
     def in_high_precision(self, kernel: str, reason: str) -> "SitePlan":
         """The same site given back to ``kernel``, its refusals kept and what it gave up added to them."""
         choices = {role: Choice(kernel, reason) for role in self.kernels}
@@ -154,9 +163,12 @@ class PlanDocument(Struct, frozen=True):
         return f"torch.{self.dtype}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The document, and the vectors of the transforms it chose (``<site>/center``, ``<site>/rescale``)."""
+    """The document, and the vectors of the transforms it chose (``<site>/center``, ``<site>/rescale``).
+
+    ``print(plan)`` shows a line for each site.
+    """
 
     document: PlanDocument
     vectors: "dict[str, Tensor]" = field(default_factory=dict)
@@ -164,6 +176,19 @@ class Plan:
     @property
     def sites(self) -> tuple[SitePlan, ...]:
         return self.document.sites
+
+    @property
+    def total(self) -> str:
+        """What it comes to, in words."""
+        before, behind = sum(site.baseline_us for site in self.sites), sum(site.time_us for site in self.sites)
+        low = sum(site.is_low_precision for site in self.sites)
+        return f"{low} of {len(self.sites)} sites in low precision, {before / behind if behind else 1.0:.2f}× over all sites"
+
+    def __repr__(self) -> str:
+        return f"<Plan for {self.document.goal} on {self.document.environment.device}: {self.total}>"
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.document.goal} on {self.document.environment.device}: {self.total}", *map(str, self.sites)])
 
     def giving_back(self, reasons: Mapping[str, str]) -> "Plan":
         """The plan with the sites of ``reasons`` in high precision; a block behind one of them casts its own input again."""

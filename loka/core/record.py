@@ -199,7 +199,7 @@ class RecordDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     uncovered: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Record:
     """What one run of a Probe learned, or several that were merged."""
 
@@ -211,6 +211,10 @@ class Record:
     findings: tuple[Finding, ...] = ()
     uncovered: tuple[str, ...] = ()  # linear layers, norms and activations that are function calls
     steps_seen: int = 0
+
+    def __repr__(self) -> str:
+        seen = f"{len(self.sites)} sites, {self.steps_seen:,} steps, {len(self.findings)} findings"
+        return f"<Record on {self.environment.device}: {seen}>"
 
     def merge(self, other: "Record") -> "Record":
         """The Record of both runs of one model. Weights, findings and step time are this one's: merge into the newer."""

@@ -120,7 +120,7 @@ class SurveyDocument(Struct, frozen=True):
     findings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Survey:
     """The document, and the vectors of the transforms it surveyed (``<site>/center``, ``<site>/rescale``)."""
 
@@ -130,6 +130,10 @@ class Survey:
     @property
     def sites(self) -> tuple[SiteSurvey, ...]:
         return self.document.sites
+
+    def __repr__(self) -> str:
+        measured = sum(len(site.candidates) + len(site.blocks) for site in self.sites)
+        return f"<Survey on {self.document.environment.device}: {measured} candidates at {len(self.sites)} sites>"
 
     def save(self, run: str | Path) -> Path:
         """Write survey.json, and survey.safetensors where there are vectors, into the folder ``run``; returns the former."""

@@ -4,12 +4,26 @@ Registered by their schema, not by ``torch.library.custom_op``, whose wrapper ta
 graph.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
+
+
+HOMES = (
+    "providers.onednn",
+    "providers.torch_high",
+    *(f"triton.{name}" for name in ("block", "casts", "gemm", "gradient", "share")),
+)
+
+
+def load_ops() -> None:
+    """Register all of LoKA's ops with torch, for a process that loads an exported program: its model names them."""
+    for home in HOMES:
+        importlib.import_module(f"loka.kernels.{home}")
 
 
 def op(name: str, *devices: str) -> Callable[[Callable[..., Any]], Any]:

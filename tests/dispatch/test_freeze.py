@@ -1,7 +1,12 @@
 """A planned model frozen for serving: the same numbers from less memory."""
 
 import copy
+import re
+import subprocess
+import sys
 from collections import OrderedDict
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +148,42 @@ def test_it_compiles_with_changing_rows() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (8, 3, 50):
         torch.testing.assert_close(compiled(batch(rows)), model(batch(rows)))
+
+
+@torch.no_grad()
+def test_it_is_exported_and_served_by_another_process(tmp_path: Path) -> None:
+    for kernel, drop in product(
+        ("onednn.int8", "onednn.int8_tensorwise", "onednn.int8_dynamic", "reference.rowwise"), (False, True)
+    ):
+        model = tower()
+        loka.apply_plan(model, plan_for(model, dict.fromkeys(DYNAMIC, SiteKernels.same(kernel)), goal=Goal.SERVING))
+        loka.freeze(model, drop_high_precision=drop)
+        program = torch.export.export(model, (batch(17),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        torch.export.save(program, tmp_path / f"{kernel}-{drop}.pt2")
+        expected = {rows: (batch(rows), model(batch(rows))) for rows in (1, 2, 17, 100)}
+        torch.save(expected, tmp_path / f"{kernel}-{drop}.expected")
+    serve = """if True:
+        import loka, sys, torch
+        from pathlib import Path
+        loka.load_ops()
+        programs = list(Path(sys.argv[1]).glob("*.pt2"))
+        for path in programs:
+            serve = torch.export.load(path).module()
+            assert all(torch.equal(serve(x), y) for x, y in torch.load(path.with_suffix(".expected")).values()), path
+        assert not any(name.startswith("loka.dispatch") for name in sys.modules)
+        print(len(programs))
+    """
+    done = subprocess.run([sys.executable, "-c", serve, tmp_path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
+def test_every_op_is_among_those_that_a_server_loads() -> None:
+    sources = Path(loka.__file__).parent.rglob("*.py")
+    ops = {name for source in sources for name in re.findall(r'^@op\("(\w+)"', source.read_text(), re.MULTILINE)}
+    command = f"import loka, torch; loka.load_ops(); [getattr(torch.ops.loka, name) for name in {sorted(ops)}]"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(ops) > 8
 
 
 def blocks(*, ends_chain: bool = False) -> nn.Module:

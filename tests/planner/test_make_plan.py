@@ -53,6 +53,20 @@ def test_a_plan_carries_where_it_comes_from_and_survives_its_file(tmp_path: Path
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
+def test_a_plan_is_printed_a_site_a_line() -> None:
+    made_from = survey(fast("a"), fast("b", is_head=True))
+    plan = loka.make_plan(made_from, goal="serving")
+    assert str(plan).splitlines() == [
+        f"serving on {ENVIRONMENT.device}: 1 of 2 sites in low precision, 1.82× over all sites",
+        f"a 64×32: a.one: {plan.sites[0].reason}",
+        f"b 64×32: {BASELINE}: a prediction head, and heads stay in high precision",
+    ]
+    assert repr(plan) == f"<Plan for serving on {ENVIRONMENT.device}: 1 of 2 sites in low precision, 1.82× over all sites>"
+    assert repr(made_from) == f"<Survey on {ENVIRONMENT.device}: 8 candidates at 2 sites>"
+    training = loka.make_plan(survey(fast("a")))
+    assert f"fprop a.one, dgrad {BASELINE}, wgrad {BASELINE}" in str(training)
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [

@@ -71,6 +71,7 @@ def test_one_step_in_every_so_many_is_sampled() -> None:
     assert probe.record().sites[""].statistics["moments"].tensors["count"] > 10
     assert probe.record().steps_seen == 7
     assert probe.record().step_us > 0
+    assert repr(probe.record()) == f"<Record on {probe.record().environment.device}: 1 sites, 7 steps, 0 findings>"
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
