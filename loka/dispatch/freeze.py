@@ -31,8 +31,9 @@ class FreezeReport:
 def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeReport:
     """Make a model with a plan ready for serving, in place and for good: eval mode, no gradients, fprop's casts alone.
 
-    ``drop_high_precision`` drops the weights that 8-bit copies stand for, and ``state_dict`` loses them: keep the checkpoint.
-    Without it batches that a kernel cannot take run in high precision; with it they run on the kernel, padded. A fused block
+    ``drop_high_precision`` drops the weights that 8-bit copies stand for: ``state_dict`` has those copies instead, for models
+    frozen by the same plan. Without it batches that a kernel cannot take run in high precision, with it on the kernel, padded;
+    weights that are written otherwise than by ``load_state_dict`` are read behind ``loka.refresh``. A fused block
     that runs in high precision here keeps its weight, and so does a layer whose weight a function reads too, as far as a trace
     of the model shows.
     """
@@ -54,6 +55,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     for planned, current in frozen.items():
         carry_hooks(planned, current)
     put_in(model, [Swap(planned, current) for planned, current in frozen.items()])
+    applied.swaps = {site: [Swap(frozen[old], frozen[old])] for site, old in modules.items() if old in frozen}
     forget(model, frozen=True)
     model.eval().requires_grad_(False)
     return FreezeReport(tuple(site for site, planned in modules.items() if planned in frozen), bytes_before, _bytes(model))

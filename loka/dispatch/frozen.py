@@ -25,7 +25,8 @@ from loka.nn.site import no_autocast
 class Frozen(nn.Module):
     """A linear layer without gradients by the codes of its weight, beside which the weight itself may be kept.
 
-    Where it is not, ``weight`` still says its shape, dtype and device, which forwards ask for; as values it has NaN alone.
+    Where it is not, ``state_dict`` has the codes in its place, and ``weight`` still says its shape, dtype and device, which
+    forwards ask for; as values it has NaN alone.
     """
 
     weight: Tensor
@@ -63,14 +64,32 @@ class Frozen(nn.Module):
             raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
 
     def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
-        """What serving reads of a weight, by the names of the buffers that hold it."""
+        """What serving reads of a weight, by the names of the buffers that hold it. Codes come last, and so are written last,
+        also from a ``state_dict``: what a kernel has packed of them and of their scales is packed again when they change."""
         raise NotImplementedError
 
     @torch.inference_mode(False)  # in which codes could not be written again outside of it
     @torch.no_grad()
     def _hold(self, weight_NK: Tensor) -> None:
         for name, buffer in self._casts(weight_NK.detach()).items():
-            self.register_buffer(name, buffer, persistent=False)
+            self.register_buffer(name, buffer, persistent=not self.has_weight)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: Any,
+        unexpected_keys: Any,
+        error_msgs: list[str],
+    ) -> None:
+        codes = state_dict.get(f"{prefix}codes")
+        if codes is not None and codes.dtype != self.codes.dtype:  # they would be taken for values
+            error_msgs.append(f"{prefix}codes are {codes.dtype}, and by this model's plan {self.codes.dtype}")
+            return
+        others = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _recast_after_load(self, incompatible_keys: Any) -> None:
         """A checkpoint was loaded, into the weight if that was kept beside its codes."""
@@ -108,9 +127,10 @@ class FrozenLinear(Frozen):
 
     def __init__(self, planned: PlannedLinear, *, keep_weight: bool) -> None:
         super().__init__(planned, keep_weight=keep_weight)
-        self.executor, self.kernel, self.rows = planned.executor, planned.kernels.fprop, planned.rows
+        self.executor, self.kernel = planned.executor, planned.kernels.fprop
+        self.rows = planned.row_limits(Role.FPROP)
         self._form = self.executor.operand_forms(Role.FPROP)[1]
-        self.register_buffer("features", planned._buffers["_transform_vector"], persistent=False)
+        self.register_buffer("features", planned._buffers["_transform_vector"], persistent=not keep_weight)
         self._hold(planned.weight)
 
     def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
@@ -119,7 +139,7 @@ class FrozenLinear(Frozen):
         shift_N = None
         if self.features is not None and self.executor.transform is Transform.CENTER:
             shift_N = center_shift(weight_NK, self.features)
-        return {"codes": operand.codes, "scale": operand.scale, "shift": shift_N}
+        return {"scale": operand.scale, "shift": shift_N, "codes": operand.codes}
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
@@ -156,7 +176,7 @@ class FrozenBlock(Frozen):
 
     def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
         held = cast_weight(weight_NK, transposed=False)
-        return {"codes": held.codes_NK, "scale": held.scale_N}
+        return {"scale": held.scale_N, "codes": held.codes_NK}
 
     def forward(self, input: Tensor) -> Tensor:
         if self.follows:

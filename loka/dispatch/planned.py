@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
 from loka.core.recipe import Transform
 from loka.dispatch.rows import RowLimits, row_limits
 from loka.kernels.device import device_of
@@ -32,11 +33,16 @@ class PlannedLinear(LokaLinear):
         calls = torch.zeros((), dtype=torch.int64, device=self.weight.device)
         self.register_buffer("high_precision_calls", calls, persistent=False)
         super()._bind(kernels, transform, vector)
+        self.rows = self.row_limits(*self.executor.kernels)
+
+    def row_limits(self, *roles: Role) -> RowLimits:
+        """What the kernels of ``roles`` take."""
         device, out = device_of(self.weight.device), format_of(self.weight.dtype)
-        rows = row_limits(self.executor, self.in_features, self.out_features, out, device)
-        if isinstance(rows, str):
-            raise InvalidInput(rows)
-        self.rows = rows
+        kernels = {role: self.executor.kernels[role] for role in roles}
+        limits = row_limits(kernels, self.in_features, self.out_features, out, device)
+        if isinstance(limits, str):
+            raise InvalidInput(limits)
+        return limits
 
 
 class PassThrough(nn.Identity):

@@ -1,12 +1,11 @@
 """Which numbers of rows a site's kernels take, as plain arithmetic: asked at every call, in a compiled graph as well."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from loka.core.gemm import Device, GemmProblem, Role, SiteShape
 from loka.core.recipe import Format
 from loka.kernels.contract import Kernel
-from loka.kernels.executor import SiteExecutor
 from loka.kernels.operand import MOST_PADDING, padded_size
 
 _MOST = 2**30
@@ -26,10 +25,10 @@ class RowLimits:
         return all(padded_size(m, multiple) <= MOST_PADDING * m for multiple in self.multiples)
 
 
-def row_limits(executor: SiteExecutor, k: int, n: int, out: Format, device: Device) -> RowLimits | str:
-    """The rows that all kernels of ``executor`` take at a site of ``k`` by ``n``, or why one of them takes none."""
+def row_limits(kernels: Mapping[Role, Kernel], k: int, n: int, out: Format, device: Device) -> RowLimits | str:
+    """The rows that all of ``kernels`` take at a site of ``k`` by ``n``, or why one of them takes none."""
     multiples, least, most = set(), 0, _MOST
-    for role, kernel in executor.kernels.items():
+    for role, kernel in kernels.items():
         a, b = kernel.operands(role)
         multiples.add(max(a.contraction_multiple, b.contraction_multiple) if role is Role.WGRAD else a.outer_multiple)
         limits = _rows_of(kernel, role, k, n, out, device)

@@ -324,7 +324,7 @@ class TestRowsAKernelCannotTake:
             (SiteKernels.same("torch.rowwise"), hopper),
             (SiteKernels("torch.blockwise", "torch.blockwise", "torch.blockwise"), hopper),
         ]:
-            limits = row_limits(SiteExecutor(kernels), 256, 512, Format.BF16, device)
+            limits = row_limits(SiteExecutor(kernels).kernels, 256, 512, Format.BF16, device)
             assert not isinstance(limits, str)
             for m in [*range(1, 300), 384, 385, 512, 700, 133_151, 133_152, 133_153, 200_000]:
                 problems = [(role, GemmProblem.of(role, SiteShape(m, 256, 512), Format.BF16, device)) for role in Role]

@@ -1,9 +1,11 @@
 """A planned model frozen for serving: the same numbers from less memory."""
 
 import copy
+import gc
 import re
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict
 from itertools import product
 from pathlib import Path
@@ -115,16 +117,83 @@ def test_a_site_that_torch_serves_past_keeps_its_weight() -> None:
     assert model(torch.randn(3, 5, 32)).shape == (3, 5, 32)
 
 
-def test_rows_that_do_not_pay_run_on_the_kernel_once_the_weight_is_gone() -> None:
+@torch.no_grad()
+def test_rows_that_gradients_could_not_take_are_served_by_the_kernel() -> None:
     model, dropped = (tower() for _ in range(2))
     for one in (model, dropped):
         loka.apply_plan(one, plan_for(one, {"bottom": SiteKernels.same("onednn.int8")}))  # training: 17 rows at least
-    loka.freeze(model)
-    loka.freeze(dropped, drop_high_precision=True)
     plain = tower().bottom(batch(3))
     assert torch.equal(model.bottom(batch(3)), plain)
-    assert not torch.equal(dropped.bottom(batch(3)), plain)
+    loka.freeze(model)
+    loka.freeze(dropped, drop_high_precision=True)
+    assert not torch.equal(model.bottom(batch(3)), plain)
+    assert torch.equal(model.bottom(batch(3)), dropped.bottom(batch(3)))
     torch.testing.assert_close(dropped.bottom(batch(3)), plain, rtol=0.1, atol=0.05)
+    program = torch.export.export(model, (batch(17),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert torch.equal(program.module()(batch(3)), model(batch(3)))
+
+
+@pytest.mark.parametrize("kernel", ["onednn.int8_dynamic", "reference.rowwise", "reference.tensorwise"])
+@torch.no_grad()
+def test_codes_take_the_place_of_dropped_weights_in_state_dict(kernel: str) -> None:
+    def frozen(seed: int) -> nn.Module:
+        model = tower(seed)
+        loka.apply_plan(model, plan_for(model, dict.fromkeys(DYNAMIC, SiteKernels.same(kernel)), goal=Goal.SERVING))
+        loka.freeze(model, drop_high_precision=True)
+        return model
+
+    model, other = frozen(0), frozen(5)
+    assert not torch.equal(model(batch()), other(batch()))
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(batch()), other(batch()))
+
+
+@torch.no_grad()
+def test_codes_of_another_format_are_refused() -> None:
+    models = [tower() for _ in range(2)]
+    for model, kernel in zip(models, ("onednn.int8", "reference.rowwise"), strict=True):
+        loka.apply_plan(model, plan_for(model, {"bottom": SiteKernels.same(kernel)}, goal=Goal.SERVING))
+        loka.freeze(model, drop_high_precision=True)
+    expected = models[0].bottom(batch())
+    with pytest.raises(RuntimeError, match=r"bottom\.codes are torch\.float8_e4m3fn, and by this model's plan torch\.int8"):
+        models[0].load_state_dict(models[1].state_dict())
+    assert torch.equal(models[0].bottom(batch()), expected)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@torch.no_grad()
+def test_weights_loaded_between_requests_are_served(drop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that packs codes with their scales, as oneDNN's does on x86, and is asked after every tensor that is written."""
+    monkeypatch.setattr("loka.kernels.providers.onednn.IS_ARM", False)
+    model, other = tower(0), tower(5)
+    for one in (model, other):
+        loka.apply_plan(one, plan_for(one, DYNAMIC, goal=Goal.SERVING))
+        loka.freeze(one, drop_high_precision=drop)
+    write, writing = torch.Tensor.copy_, []
+
+    def write_and_serve(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        written = write(self, *args, **kwargs)
+        if not writing:
+            writing.append(self)
+            model(batch())
+            writing.clear()
+        return written
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", write_and_serve)
+        model.load_state_dict(other.state_dict())
+    assert torch.equal(model(batch()), other(batch()))
+
+
+def test_dropped_weights_are_gone_though_what_was_applied_is_kept() -> None:
+    model = tower()
+    weight = weakref.ref(model.bottom.weight)
+    applied = loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
+    loka.freeze(model, drop_high_precision=True)
+    gc.collect()
+    assert weight() is None
+    assert applied.sites == ("bottom",)
+    assert applied.module("bottom") is model.bottom
 
 
 def test_moving_keeps_the_codes() -> None:
@@ -329,7 +398,8 @@ def test_a_weight_that_a_function_reads_too_is_not_dropped() -> None:
     expected = model(batch())
     loka.freeze(model, drop_high_precision=True)
     assert torch.equal(model(batch()), expected)
-    assert set(model.state_dict()) == {"encode.weight", "encode.bias", "deep.bias", "head.weight", "head.bias"}
+    codes = {"deep.codes", "deep.scale"}
+    assert set(model.state_dict()) == {"encode.weight", "encode.bias", "deep.bias", "head.weight", "head.bias"} | codes
 
 
 def test_a_frozen_model_is_refreshed_and_not_trained() -> None:
