@@ -6,8 +6,9 @@ both are simple.
 
     e = ± Σ|dy_n·r_n| / Σ_{dy_n≠0} r_n²,  with the sign of Σ dy_n·r_n;      u = dy / e
 
-r is a reference: the usual direction of the first rows seen. Outputs without a gradient, as a ReLU leaves them, do not
-change e.
+r is a reference: of the first rows seen, the usual size of an output where it has a gradient, for an e of 1. It is fitted to e
+and e to it in turn, so that rows which differ by their error, and by which outputs a ReLU lets through, have exactly their
+errors as e, and of every output one u besides 0.
 
 Axes:  R rows,  N out_features.
 """
@@ -18,19 +19,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST_REFERENCE = 0.25  # of its rms: else a row of the rarest outputs alone would be none at all
+LEAST_REFERENCE = 0.02  # of its rms: else a row of outputs that none of the first rows had would be none at all
+ROUNDS = 4  # of fitting
 
 
 def reference_of(dy_RN: "Tensor") -> "Tensor":
-    """The usual direction of rows, of rms 1; its largest entry is positive, so that two shards agree on the sign."""
+    """r, of rms 1; its largest entry is positive, so that two shards agree on the sign."""
     import torch
 
     unit_RN = _divided(dy_RN, dy_RN.abs().amax(1, keepdim=True))
     unit_RN = _divided(unit_RN, torch.linalg.vector_norm(unit_RN, dim=1, keepdim=True))
-    size_N = _divided(unit_RN.abs().sum(0), (unit_RN != 0).sum(0, dtype=unit_RN.dtype))
+    seen_N, e_R = (unit_RN != 0).sum(0, dtype=unit_RN.dtype), unit_RN.new_ones(len(unit_RN))
+    size_N = unit_RN.new_ones(unit_RN.shape[1])
+    for _ in range(1 + ROUNDS):
+        size_N = _divided(_divided(unit_RN.abs(), e_R[:, None]).sum(0), seen_N)
+        rms = size_N.square().mean().sqrt()
+        size_N = torch.where(rms > 0, _divided(size_N, rms), 1.0).clamp(min=LEAST_REFERENCE)
+        e_R = strength(unit_RN, size_N)
     sign_N = sign_of(_main_direction(unit_RN))
-    rms = size_N.square().mean().sqrt()
-    size_N = torch.where(rms > 0, _divided(size_N, rms), 1.0).clamp(min=LEAST_REFERENCE)
     return size_N * sign_N * sign_N[size_N.argmax()]
 
 
