@@ -41,7 +41,7 @@ class BlockOption:
     time_us: float
     cast_us: float
     baseline_us: float
-    epilogue_us: float | None  # of norms and activation where the site is no block; None where that was not timed
+    epilogue_us: float | None  # of norm and activation where the site is no block; None where that was not timed, or with an entry
     entry: str | None = None  # the norm in front of it, if it runs that too; then there is nothing to cast
 
     @property
@@ -173,7 +173,6 @@ def _block_options(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> list[
     epilogue_us = sum(count * epilogue[m] for m, count in calls.items()) if set(calls) <= set(epilogue) else None
     options = [BlockOption(block, time_us + cast_us, cast_us, baseline_us, epilogue_us)]
     if block.entry is not None and site.producer is None and not elsewhere_us:
-        norm_us = total(entry_baseline)
-        around_us = None if epilogue_us is None else epilogue_us + norm_us
-        options.append(BlockOption(block, time_us + total(entry), 0.0, baseline_us + norm_us, around_us, block.entry))
+        with_norm_us = baseline_us + total(entry_baseline)
+        options.append(BlockOption(block, time_us + total(entry), 0.0, with_norm_us, None, block.entry))
     return options

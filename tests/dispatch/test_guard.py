@@ -16,6 +16,7 @@ from loka.core.plan import BlockPlan
 from loka.core.recipe import Format, Scaling, Transform
 from loka.core.record import Record
 from loka.dispatch.drift import Cast, SiteCasts, feature_energy, predicted_errors
+from loka.dispatch.guard import _pick
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
@@ -263,3 +264,12 @@ def test_a_guard_of_a_plan_that_is_gone_says_so() -> None:
     loka.apply_plan(model, plan.plan)
     with pytest.raises(InvalidInput, match="make a new Guard"), guard.step():
         pass
+
+
+def test_the_row_that_a_scale_hangs_on_is_among_those_looked_at() -> None:
+    x_MK = torch.randn(10_000, 8)
+    x_MK[7_777, 3] = -1e6
+    for seed in range(5):
+        picked = _pick(x_MK, 16, torch.Generator().manual_seed(seed))
+        assert 7_777 in picked
+        assert len(picked) == 17

@@ -109,3 +109,9 @@ def test_one_batch_is_judged_by_rounding_alone() -> None:
     change = change_of([1.3], [0.8], [1.0])
     assert change == LossChange(pytest.approx(0.3), -math.inf, pytest.approx(0.05))
     assert change.harm == pytest.approx(0.05)
+
+
+def test_a_loss_below_zero_that_rises_is_harm() -> None:
+    change = change_of([-0.9, -0.9], [-0.9, -0.9], [-1.0, -1.0])
+    assert (change.whole, change.rounding) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert change.harm > 0

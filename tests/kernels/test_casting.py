@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loka.core.gemm import Device, Role, TensorName
-from loka.core.recipe import Format, Scaling
-from loka.kernels.casting import CASTERS, CastProblem, cast, choose_caster
+from loka.core.recipe import Format, Scaling, Transform
+from loka.kernels.casting import CASTERS, CastProblem, cast, cast_and_sum, choose_caster, rewriter_of
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec
@@ -191,3 +191,42 @@ def test_high_precision_forms_are_views() -> None:
     assert plain.codes.data_ptr() == transposed.codes.data_ptr() == x.data_ptr()
     assert (transposed.outer, transposed.contraction) == (6, 4)
     assert format_of(plain.codes.dtype) is Format.FP32
+
+
+def test_columns_are_summed_in_fp32() -> None:
+    """In bf16 a sum of 4,096 ones forgets what is less than 16."""
+    dy = torch.ones(4097, 3, dtype=torch.bfloat16)
+    dy[-1] = 1 / 256
+    form = Form(spec_of(Format.E4M3, Scaling.ROWWISE), transposed=False)
+    (operand,), sum_C = cast_and_sum(TensorName.DY, dy, [form])
+    assert sum_C.tolist() == [4096 + 1 / 256] * 3
+    assert_is_the_oracles(operand, dy, form)
+
+
+def test_only_what_one_caster_writes_as_it_lies_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rewriting:
+        def why_not(self, form: Form, problem: CastProblem) -> str | None:
+            return None if form.spec.scaling is Scaling.ROWWISE else "row scales alone"
+
+        def cast(self, tensor: Tensor, forms: list[Form]) -> list[Operand]:
+            raise AssertionError
+
+        def remember(self, tensor: Tensor, forms: list[Form]) -> Tensor:
+            raise AssertionError
+
+        def rewriting(self, tensor: Tensor, operands: dict[Form, Operand], memory: Tensor) -> None:
+            raise AssertionError
+
+    class Other(Rewriting):
+        def why_not(self, form: Form, problem: CastProblem) -> str | None:
+            return None
+
+    monkeypatch.setattr("loka.kernels.casting.PREFERENCE", ("first", "second"))
+    monkeypatch.setitem(CASTERS._entries, "first", Rewriting())
+    monkeypatch.setitem(CASTERS._entries, "second", Other())
+    weight = torch.ones(4, 4)
+    rows, tensor = (Form(spec_of(Format.E4M3, scaling), transposed=False) for scaling in (Scaling.ROWWISE, Scaling.TENSORWISE))
+    rescaled = Form(rows.spec, transposed=False, transform=Transform.RESCALE)
+    assert isinstance(rewriter_of(TensorName.W, weight, [rows]), Rewriting)
+    assert rewriter_of(TensorName.W, weight, [rows, tensor]) is None
+    assert rewriter_of(TensorName.W, weight, [rows, rescaled]) is None

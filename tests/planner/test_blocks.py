@@ -282,3 +282,35 @@ def test_a_block_that_casts_its_own_input_names_nobody_in_front() -> None:
     planned = loka.make_plan(survey(first, second)).sites[1]
     assert planned.block is not None
     assert (planned.block.fp8_input, planned.block.producer, planned.block.input_cast_us) == (False, None, 0.0)
+
+
+@pytest.mark.parametrize("norm", ["norm", None])
+def test_fp8_is_handed_on_behind_a_norm_alone(norm: str | None) -> None:
+    """Without one nothing bounds the values, and no scale is known before they are."""
+    first, second = (
+        one("first", 99.0, block(20.0, 150.0, norm=norm)),
+        one("second", 99.0, block(20.0, 150.0, 50.0), producer="first"),
+    )
+    planned = {site.site: site for site in loka.make_plan(survey(first, second)).sites}
+    assert planned["first"].block is not None
+    assert planned["second"].block is not None
+    assert planned["second"].block.fp8_input is (norm is not None)
+    assert planned["second"].time_us == (20.0 if norm else 70.0)
+
+
+def test_serving_counts_what_follows_a_site_as_serving_runs_it() -> None:
+    """The kernel by itself saves 50 µs of 150 and leaves 1 behind it in serving, where a block saves 20."""
+    slow = block(130.0, 150.0, epilogue_forward_us={M: 1.0}, epilogue_training_us={M: 1000.0})
+    (planned,) = loka.make_plan(survey(one("a", 50.0, slow)), goal=Goal.SERVING).sites
+    assert planned.block is None
+    assert planned.kernels[Role.FPROP].kernel == "a.one"
+
+
+def test_what_follows_a_site_counts_only_where_it_was_timed_at_all_rows() -> None:
+    calls = {64: 1.0, M: 1.0}
+    times = {"forward_us": {M: 130.0}, "baseline_forward_us": dict.fromkeys(calls, 150.0), "epilogue_forward_us": {M: 5.0}}
+    own = candidate("a.one", Role.FPROP, dict.fromkeys(calls, 50.0), forms=("fp32", "fp32"))
+    candidates = (*baseline({Role.FPROP: dict.fromkeys(calls, 100.0)}), own)
+    surveyed = survey(site("a", candidates, blocks=(block(130.0, 150.0, **times),), calls=calls))
+    (planned,) = loka.make_plan(surveyed, goal=Goal.SERVING).sites
+    assert planned.kernels[Role.FPROP].kernel == "a.one"

@@ -1,5 +1,6 @@
 """The plan as a whole: limits, what is kept, and how a refusal of the input reads."""
 
+import json
 import math
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import torch
 from planned_survey import BASELINE, ENVIRONMENT, baseline, candidate, site, survey
 
 import loka
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidFile, InvalidInput
+from loka.core.estimate import Estimate
 from loka.core.gemm import Role
-from loka.core.plan import Goal, Plan
+from loka.core.plan import Goal, Plan, digest_of_plan
 from loka.core.recipe import Transform
 
 M = 100
@@ -132,3 +134,71 @@ def test_a_plan_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, mon
         assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.safetensors"]
     loka.make_plan(survey(fast("a"))).save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_an_error_that_is_no_number_does_not_qualify() -> None:
+    nan = {"mere_floored": Estimate(math.nan, math.nan, math.nan, 50)}
+    own = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"), error=nan)
+    one = loka.make_plan(survey(site("a", (*baseline({role: {M: 100.0} for role in Role}), own)))).sites[0]
+    assert not one.is_low_precision
+
+
+def test_one_name_may_be_kept_without_a_list() -> None:
+    made = [loka.make_plan(survey(fast("towers"), fast("t")), keep=keep) for keep in ("towers", ["towers"])]
+    assert made[0] == made[1]
+    assert [one.is_low_precision for one in made[0].sites] == [False, True]
+
+
+@pytest.mark.parametrize(("of_site", "of_dgrad"), [(Transform.RESCALE, Transform.NONE), (Transform.CENTER, Transform.RESCALE)])
+def test_no_role_joins_a_site_by_another_transform(of_site: Transform, of_dgrad: Transform) -> None:
+    """Rescaled weights are what dgrad reads too; of a centered x it reads nothing, but nothing is rescaled there either."""
+    exact = {"forms": ("fp32", "fp32")}
+    forward = [candidate("a.one", role, {M: 10.0}, transform=of_site, **exact) for role in (Role.FPROP, Role.WGRAD)]
+    dgrad = candidate("a.one", Role.DGRAD, {M: 70.0}, transform=of_dgrad, **exact)
+    candidates = (*baseline({role: {M: 100.0} for role in Role}), *forward, dgrad)
+    vectors = {f"a/{transform}": torch.ones(64) for transform in (Transform.RESCALE, Transform.CENTER)}
+    one = loka.make_plan(survey(site("a", candidates), vectors=vectors)).sites[0]
+    assert (one.transform, one.kernels[Role.FPROP].kernel) == (of_site, "a.one")
+    assert one.kernels[Role.DGRAD].kernel == BASELINE
+
+
+def test_serving_speaks_of_fprop_alone() -> None:
+    every = [candidate("a.one", role, {M: 200.0}, forms=("fp32", "fp32")) for role in Role]
+    one = loka.make_plan(survey(site("a", (*baseline({role: {M: 100.0} for role in Role}), *every))), goal="serving").sites[0]
+    assert {refusal.role for refusal in one.refused} == {Role.FPROP}
+
+
+def test_a_kernel_may_be_chosen_that_does_not_take_the_most_frequent_rows() -> None:
+    """Those then run in high precision; its own time at them is none."""
+    own = candidate("a.one", Role.FPROP, {1000: 10.0}, forms=("fp32", "fp32"))
+    times = {role: {64: 1.0, 1000: 1000.0} for role in Role}
+    one = loka.make_plan(survey(site("a", (*baseline(times), own), calls={64: 5.0, 1000: 1.0})), goal="serving").sites[0]
+    assert one.kernels[Role.FPROP].kernel == "a.one"
+    assert (one.baseline_us, one.time_us) == (1005.0, 15.0)
+
+
+def test_vectors_go_with_the_sites_that_are_given_back() -> None:
+    centered = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"), transform=Transform.CENTER)
+    candidates = (*baseline({role: {M: 100.0} for role in Role}), centered)
+    plan = loka.make_plan(survey(site("a", candidates), vectors={"a/center": torch.ones(64)}))
+    assert set(plan.vectors) == {"a/center"}
+    assert plan.giving_back({"a": "costs too much"}).vectors == {}
+
+
+def test_a_plan_with_other_vectors_has_another_digest(tmp_path: Path) -> None:
+    centered = candidate("a.one", Role.FPROP, {M: 10.0}, forms=("fp32", "fp32"), transform=Transform.CENTER)
+    candidates = (*baseline({role: {M: 100.0} for role in Role}), centered)
+    digests = set()
+    for value in (1.0, 2.0):
+        loka.make_plan(survey(site("a", candidates), vectors={"a/center": torch.full((64,), value)})).save(tmp_path)
+        digests.add(digest_of_plan(tmp_path))
+    assert len(digests) == 2
+
+
+def test_a_file_must_say_the_limit_of_every_role(tmp_path: Path) -> None:
+    path = loka.make_plan(survey(fast("a"))).save(tmp_path)
+    fields = json.loads(path.read_text())
+    del fields["max_error"]["wgrad"]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(InvalidFile, match="its max_error of wgrad is no number above 0"):
+        Plan.load(tmp_path)

@@ -1,6 +1,7 @@
 """Models that do not do the same for every batch, or not in one precision: what the Probe says of their sites."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,24 @@ def test_a_record_that_could_not_be_written_is_told(tmp_path: Path, caplog: pyte
         probe.save(tmp_path / "file" / "run")
         probe.detach()
     assert "could not be written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("between", "producer"), [(lambda h: h, "first"), (lambda h: h.flip(1), None), (lambda h: h.t().reshape(-1, 16), None)]
+)
+def test_a_chain_leads_to_what_reads_a_block_as_it_is(between: Callable[[Tensor], Tensor], producer: str | None) -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.act, self.second, self.head = (
+                nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 1),
+            )  # fmt: skip
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.second(between(self.act(self.norm(self.first(x))))).relu())
+
+    model = Chain()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(32, 8)).mean().backward()
+    assert probe.record().sites["second"].producer == producer

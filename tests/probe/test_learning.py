@@ -51,6 +51,16 @@ def test_autocast_is_seen_and_statistics_stay_fp32() -> None:
     assert record.sites["0"].rms_K.dtype == torch.float32
 
 
+def test_features_are_rescaled_by_the_power_of_two_next_to_their_rms() -> None:
+    """Their mean is part of it; 1 where there is nothing, and within what FP32 can undo."""
+    x_MK = torch.randn(64, 12)
+    x_MK[:, 0] += 100
+    x_MK[:, 1], x_MK[:, 2], x_MK[:, 3], x_MK[:, 4] = 1.9, 0.0, 1e-19, 1e19
+    site = probe_steps(small_model(), lambda model: model(x_MK).mean()).sites["0"]
+    torch.testing.assert_close(site.rms_K[:2], torch.tensor([100.0, 1.9]), rtol=0.01, atol=0)
+    assert site.rescale_K[:5].tolist() == [128.0, 2.0, 1.0, 2.0**-60, 2.0**60]
+
+
 def test_rows_that_are_not_finite_are_left_out_and_said() -> None:
     x_MK = torch.randn(16, 12)
     x_MK[3, 1], x_MK[7, 0] = torch.nan, torch.inf

@@ -116,6 +116,19 @@ def test_compiled_casts_are_the_oracles(gpu: torch.device, kinds: tuple[str, str
     check(hostile(rows, cols, torch.bfloat16, 0).to(gpu), *kinds, multiple=16)
 
 
+def test_two_static_scales_are_two(where: torch.device) -> None:
+    x = hostile(40, 70, torch.bfloat16, 0).to(where)
+    plain, trans = (
+        Target.of(OperandSpec(Format.E4M3, Scaling.STATIC, 16, 16, static_scale=scale), *shape)
+        for scale, shape in ((0.05, (40, 70)), (0.1, (70, 40)))
+    )
+    codes, _, codes_t, _ = cast_matrix(x, plain, trans)
+    for got, oriented, scale in ((codes, x, 0.05), (codes_t, x.t(), 0.1)):
+        expected = quantize(oriented.cpu(), Format.E4M3, Scaling.STATIC, static_scale=scale)
+        rows, cols = oriented.shape
+        torch.testing.assert_close(decode(got.cpu())[:rows, :cols], decode(expected.codes), rtol=0, atol=0)
+
+
 class TestRewriting:
     """A weight cast again after every step, in one read, with scales from twice the amaxes of the step before; row scales of
     both layouts apart, those of the matrix as it is from its own."""
@@ -133,7 +146,7 @@ class TestRewriting:
     @pytest.mark.parametrize(("rows", "cols"), [(40, 150), (129, 64)])
     def test_scales_are_of_the_step_before(self, where: torch.device, kinds: tuple[str, str], rows: int, cols: int) -> None:
         targets = target(kinds[0], rows, cols), target(kinds[1], cols, rows)
-        last, *steps = (size * hostile(rows, cols, torch.float32, 0).to(where) for size in (1.1, 1.0, 1.5))
+        last, *steps = (size * hostile(rows, cols, torch.float32, 0).to(where) for size in (1.1, 1.0, 1.5, 1.2, 1.2))
         codes, memory = cast_matrix(last, *targets), remember_amax(last, *targets)
         for x in steps:
             rewrite_codes(x, *targets, codes, memory)
