@@ -41,7 +41,7 @@ class BlockOption:
     time_us: float
     cast_us: float
     baseline_us: float
-    epilogue_us: float | None  # of norm and activation where the site is no block; None where that was not timed, or with an entry
+    epilogue_us: float | None  # of norm and activation where the site is no block; None where not timed, and beside an entry
     entry: str | None = None  # the norm in front of it, if it runs that too; then there is nothing to cast
 
     @property
