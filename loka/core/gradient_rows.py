@@ -29,13 +29,9 @@ def reference_of(dy_RN: "Tensor") -> "Tensor":
 
     unit_RN = _divided(dy_RN, dy_RN.abs().amax(1, keepdim=True))
     unit_RN = _divided(unit_RN, torch.linalg.vector_norm(unit_RN, dim=1, keepdim=True))
-    seen_N, e_R = (unit_RN != 0).sum(0, dtype=unit_RN.dtype), unit_RN.new_ones(len(unit_RN))
-    size_N = unit_RN.new_ones(unit_RN.shape[1])
-    for _ in range(1 + ROUNDS):
-        size_N = _divided(_divided(unit_RN.abs(), e_R[:, None]).sum(0), seen_N)
-        rms = size_N.square().mean().sqrt()
-        size_N = torch.where(rms > 0, _divided(size_N, rms), 1.0).clamp(min=LEAST_REFERENCE)
-        e_R = strength(unit_RN, size_N)
+    size_N = _usual_size(unit_RN)
+    for _ in range(ROUNDS):
+        size_N = _usual_size(_divided(unit_RN, strength(unit_RN, size_N)[:, None]))
     sign_N = sign_of(_main_direction(unit_RN))
     return size_N * sign_N * sign_N[size_N.argmax()]
 
@@ -63,6 +59,15 @@ def alignment(a_N: "Tensor", b_N: "Tensor") -> float:
     from torch.nn.functional import cosine_similarity
 
     return float(cosine_similarity(a_N.double(), b_N.double(), dim=0))
+
+
+def _usual_size(rows_RN: "Tensor") -> "Tensor":
+    """Of every output, on average over the rows in which it is not 0; of rms 1 together."""
+    import torch
+
+    size_N = _divided(rows_RN.abs().sum(0), (rows_RN != 0).sum(0, dtype=rows_RN.dtype))
+    rms = size_N.square().mean().sqrt()
+    return torch.where(rms > 0, _divided(size_N, rms), 1.0).clamp(min=LEAST_REFERENCE)
 
 
 def _main_direction(unit_RN: "Tensor") -> "Tensor":

@@ -103,13 +103,9 @@ class SitePlan(Struct, frozen=True):
         return self.baseline_us / self.time_us if self.time_us else 1.0
 
     def __str__(self) -> str:
-        kernels = dict.fromkeys(choice.kernel for choice in self.kernels.values())
-        chosen = (
-            ", ".join(f"{role} {choice.kernel}" for role, choice in self.kernels.items())
-            if len(kernels) > 1
-            else next(iter(kernels))
-        )
-        return f"{self.site} {self.k}×{self.n}: {chosen}: {self.reason}"
+        kernels = {choice.kernel for choice in self.kernels.values()}
+        by_role = ", ".join(f"{role} {choice.kernel}" for role, choice in self.kernels.items())
+        return f"{self.site} {self.k}×{self.n}: {by_role if len(kernels) > 1 else kernels.pop()}: {self.reason}"
 
     def in_high_precision(self, kernel: str, reason: str) -> "SitePlan":
         """The same site given back to ``kernel``, its refusals kept and what it gave up added to them."""

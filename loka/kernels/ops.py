@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("loka", "FRAGMENT")
-
-
-HOMES = (
+_HOMES = (  # where ops are defined
     "providers.onednn",
     "providers.torch_high",
     *(f"triton.{name}" for name in ("block", "casts", "gemm", "gradient", "share")),
@@ -22,7 +20,7 @@ HOMES = (
 
 def load_ops() -> None:
     """Register all of LoKA's ops with torch, for a process that loads an exported program: its model names them."""
-    for home in HOMES:
+    for home in _HOMES:
         importlib.import_module(f"loka.kernels.{home}")
 
 
