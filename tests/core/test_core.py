@@ -16,6 +16,7 @@ from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, Tensor
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.core.registry import Registry
 from loka.core.results import GatheredResults, markdown_table, write_results
+from loka.core.survey import Ceiling
 
 CPU = Device("cpu", "some cpu")
 
@@ -168,3 +169,8 @@ class TestResults:
         assert environment.libraries["torch"].startswith("2.")
         assert environment.slug.endswith(environment.date)
         assert "(" not in environment.slug
+
+
+def test_no_more_than_all_of_a_step_is_covered() -> None:
+    """Parts that were timed apart may add up to more; a step that was not timed has none."""
+    assert [Ceiling(*times).covered for times in ((10.0, 4.0), (10.0, 20.0), (0.0, 1.0))] == [0.4, 1.0, 0.0]

@@ -383,3 +383,9 @@ def test_the_weight_of_a_first_layer_may_be_written_before_backward() -> None:
         layer.weight.mul_(2)
     y.backward(dy)
     assert torch.equal(layer.weight.grad, expected)
+
+
+def test_it_is_in_the_mode_of_the_layer_it_stands_for() -> None:
+    linear = nn.Linear(32, 16)
+    assert loka.LokaLinear.from_linear(linear, SiteKernels.same("reference.rowwise")).training
+    assert not loka.LokaLinear.from_linear(linear.eval(), SiteKernels.same("reference.rowwise")).training

@@ -252,3 +252,18 @@ def test_covariances_of_two_forms_do_not_merge() -> None:
     full, blocks = record_of(batch, model), record_of(batch, model, memory_budget=4 * 2**20)
     with pytest.raises(InvalidInput, match=r"site 0: .*full.*block-diagonal.*memory_budget"):
         full.merge(blocks)
+
+
+def test_what_either_run_needed_is_needed_of_both(record: Record) -> None:
+    """And what one run alone did not see, the other tells."""
+    name = next(iter(record.sites))
+    without = dataclasses.replace(record.sites[name], needs_dx=False, needs_dw=False, notes=("one",))
+    needs = dataclasses.replace(record.sites[name], needs_dx=True, needs_dw=True, notes=("two", "one"))
+    one, other = (
+        dataclasses.replace(record, sites={**record.sites, name: site}, step_us=step_us)
+        for site, step_us in ((without, None), (needs, 7.0))
+    )
+    for merged in (one.merge(other), other.merge(one)):
+        assert (merged.sites[name].needs_dx, merged.sites[name].needs_dw, merged.step_us) == (True, True, 7.0)
+        assert set(merged.sites[name].notes) == {"one", "two"}
+    assert dataclasses.replace(record, step_us=5.0).merge(other).step_us == 5.0
