@@ -8,8 +8,10 @@ import torch
 from contract_check import check_product, operands_of, values
 
 from loka.core.gemm import Role, TensorName
+from loka.kernels.casting import cast
 from loka.kernels.contract import KERNELS, Kernel, multiply
 from loka.kernels.device import device_of
+from loka.kernels.operand import Form
 from loka.kernels.providers import onednn
 
 KERNEL_NAMES = [name for name in KERNELS.names() if name.startswith("onednn.")]
@@ -103,3 +105,11 @@ def test_scales_are_fp32_whatever_the_default_is(name: str, default: torch.dtype
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(product, expected)
+
+
+@pytest.mark.parametrize(("kernel", "packed"), [("onednn.int8", True), ("onednn.int8_dynamic", False)])
+def test_a_weight_is_packed_for_the_kernel_that_reads_it(kernel: str, packed: bool) -> None:
+    """A packed copy is as large as the codes, and a server pays for each."""
+    _, spec = able(kernel).operands(Role.FPROP)
+    (weight,) = cast(TensorName.W, torch.randn(32, 64), [Form(spec, transposed=False)])
+    assert (weight.codes in onednn._PACKED_FOR_INT8._entries) is packed

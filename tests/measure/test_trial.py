@@ -23,7 +23,7 @@ from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS, add_kernel
 from loka.kernels.operand import Form
 from loka.kernels.providers import triton as triton_provider
-from loka.kernels.triton import casts, gemm
+from loka.kernels.triton import casts, gemm, recasts
 from loka.measure import site_survey
 from loka.measure import trial as module
 from loka.measure.block import Blocks
@@ -95,7 +95,7 @@ def test_all_kernels_that_a_survey_launches_are_compiled_by_its_children(
             call(0)
         return dict.fromkeys(calls, 1.0)
 
-    for where in (casts, gemm):
+    for where in (casts, gemm, recasts):
         monkeypatch.setattr(where, "launch", launch)
     monkeypatch.setattr(triton_provider, "missing_triton", lambda device: None)
     monkeypatch.setattr(site_survey, "measure_errors", measure_errors)

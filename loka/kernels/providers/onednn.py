@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
@@ -36,7 +36,7 @@ LONGEST_CONTRACTION = 2**31 // 127**2  # past it the int32 sum of products can o
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 ROW_COUNTS_KEPT = 4  # of a weight, where each has a packed copy: a server whose batches always change must not fill the memory
 
-B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE, layout=Layout.ONEDNN)
+B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE)
 
 
 def _missing(device: Device) -> str | None:
@@ -67,7 +67,7 @@ class OnednnInt8:
         return f"onednn.{self.variant}"
 
     def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
-        return OperandSpec(Format.INT8, self.a_scaling), B_SPEC
+        return OperandSpec(Format.INT8, self.a_scaling), replace(B_SPEC, layout=Layout.ONEDNN)
 
     def recipe(self, role: Role) -> Recipe:
         return Recipe(Format.INT8, self.a_scaling, Format.INT8, Scaling.ROWWISE)
@@ -84,7 +84,8 @@ class OnednnInt8:
 
 @dataclass(frozen=True)
 class OnednnInt8Dynamic:
-    """torch's dynamically quantized linear: it casts a inside, to unsigned int8 with one scale and zero point."""
+    """torch's dynamically quantized linear: it casts a inside, to unsigned int8 with one scale and zero point, and packs b in a
+    way of its own."""
 
     name: str = "onednn.int8_dynamic"
 
