@@ -1,0 +1,57 @@
+"""What a site costs, where casts and kernels were not timed at all rows."""
+
+import pytest
+from planned_survey import baseline, candidate, site
+
+from loka.core.gemm import Role, TensorName
+from loka.core.plan import Goal
+from loka.core.survey import CastTime
+from loka.planner.costs import SiteCosts
+
+CALLS = {64: 9.0, 100: 1.0}
+HIGH = {64: 50.0, 100: 80.0}
+OWN = candidate("a", Role.FPROP, {64: 10.0, 100: 16.0}, forms=("row", "row"))
+
+
+def costs(*casts: CastTime, goal: Goal = Goal.TRAINING) -> SiteCosts:
+    return SiteCosts(site("s", (*baseline({Role.FPROP: HIGH}), OWN), casts, calls=CALLS), goal)
+
+
+def test_a_weight_costs_the_middle_of_its_times_once_a_step() -> None:
+    x, w = (
+        CastTime(TensorName.X, ("row",), {64: 1.0, 100: 2.0}),
+        CastTime(TensorName.W, ("row",), {64: 5.0, 100: 7.0, 200: 500.0}),
+    )
+    assert costs(x, w).step_us({Role.FPROP: OWN}) == 9 * (10 + 1) + (16 + 2) + 7
+    assert costs(x, w, goal=Goal.SERVING).step_us({Role.FPROP: OWN}) == 9 * (10 + 1) + (16 + 2)
+
+
+def test_rows_whose_cast_was_not_timed_cost_high_precision() -> None:
+    x, w = CastTime(TensorName.X, ("row",), {100: 2.0}), CastTime(TensorName.W, ("row",), {100: 7.0})
+    assert costs(x, w).step_us({Role.FPROP: OWN}) == 9 * 50 + (16 + 2) + 7
+
+
+def test_two_forms_are_known_where_both_were_timed() -> None:
+    both = [
+        CastTime(TensorName.X, ("row",), {64: 1.0, 100: 2.0}), CastTime(TensorName.X, ("rowᵀ",), {100: 3.0}),
+        *(CastTime(TensorName.W, (form,), {100: 0.0}) for form in ("row", "rowᵀ")), CastTime(TensorName.DY, ("rowᵀ",), HIGH),
+    ]  # fmt: skip
+    wgrad = candidate("a", Role.WGRAD, {64: 20.0, 100: 30.0}, forms=("rowᵀ", "rowᵀ"))
+    roles = baseline({Role.FPROP: HIGH, Role.WGRAD: HIGH})
+    own = SiteCosts(site("s", (*roles, OWN, wgrad), tuple(both), calls=CALLS), Goal.TRAINING)
+    assert own.step_us({Role.FPROP: OWN, Role.WGRAD: wgrad}) == 9 * (50 + 50) + (16 + 30 + 2 + 3 + 80)
+
+
+@pytest.mark.parametrize(("goal", "why"), [(Goal.TRAINING, "its cast of w to row was not timed"), (Goal.SERVING, None)])
+def test_serving_does_not_ask_what_a_weight_costs(goal: Goal, why: str | None) -> None:
+    x = CastTime(TensorName.X, ("row",), {64: 1.0, 100: 2.0})
+    assert costs(x, goal=goal).why_not_timed(OWN) == why
+
+
+def test_the_most_frequent_rows_are_those_of_most_calls() -> None:
+    assert costs().most_frequent_m == 64
+
+
+def test_without_fprops_baseline_nothing_is_measured() -> None:
+    failed = candidate("torch.fp32", Role.FPROP, {}, why_not="returned NaN")
+    assert not SiteCosts(site("s", (failed, *baseline({Role.DGRAD: HIGH}), OWN), calls=CALLS), Goal.TRAINING).is_measured
