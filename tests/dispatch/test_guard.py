@@ -16,7 +16,7 @@ from loka.core.plan import BlockPlan
 from loka.core.recipe import Format, Scaling, Transform
 from loka.core.record import Record
 from loka.dispatch.drift import Cast, SiteCasts, feature_energy, predicted_errors
-from loka.dispatch.guard import _pick
+from loka.dispatch.guard import MOST_CALLS, _pick
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
@@ -273,3 +273,53 @@ def test_the_row_that_a_scale_hangs_on_is_among_those_looked_at() -> None:
         picked = _pick(x_MK, 16, torch.Generator().manual_seed(seed))
         assert 7_777 in picked
         assert len(picked) == 17
+
+
+def test_calls_that_do_not_train_are_judged_only_where_none_does() -> None:
+    model, guard = guarded(every=1)
+    with guard.step():
+        with torch.no_grad():
+            model(drifted(batch(100)))  # an evaluation within the step
+        train_step(model, batch(100))
+    assert guard.events == []
+    with guard.step(), torch.no_grad():
+        model(drifted(batch(100)))
+    assert [event.site for event in guard.events] == ["bottom"]
+
+
+def test_of_many_calls_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, guard = guarded(every=1)
+    kept: list[int] = []
+    monkeypatch.setattr(guard, "_check", lambda seen: kept.extend(map(len, seen.values())))
+    with guard.step():
+        for _ in range(MOST_CALLS + 5):
+            model(batch(20)).sum().backward()
+        model(batch(0)).sum().backward()
+    assert kept == [MOST_CALLS, MOST_CALLS]
+
+
+def test_an_empty_batch_is_nothing_to_judge() -> None:
+    model, guard = guarded(every=1)
+    with guard.step():
+        model(batch(0)).sum().backward()
+    assert guard.events == []
+
+
+def test_errors_are_the_same_inside_autocast() -> None:
+    _, guard = guarded(every=1)
+    watched = guard._sites["bottom"]
+    x, dy = batch(64), torch.randn(64, 32)
+    outside = watched.errors(x, dy)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = watched.errors(x, dy)
+    assert {role: float(error) for role, error in inside.items()} == {role: float(error) for role, error in outside.items()}
+
+
+def test_a_resumed_guard_counts_on() -> None:
+    model, guard = guarded(every=5)
+    guard.resume(7, [])
+    assert guard.steps_seen == 7
+    checks: list[int] = []
+    guard._check = lambda seen: checks.append(guard.steps_seen - 1)  # type: ignore[method-assign]
+    run(model, guard, [batch(20)] * 5)
+    assert checks == [10]
