@@ -14,7 +14,9 @@ from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record
 from loka.probe.history import LONGEST, History
+from loka.probe.site_learning import SiteLearning
 from loka.probe.statistics.binades import BINADES, LOWEST, counts_by_binade
+from loka.probe.watch import Call
 
 
 def test_x_and_dy_are_learned_together() -> None:
@@ -261,3 +263,39 @@ def test_a_history_keeps_even_intervals_from_the_first() -> None:
     assert numbers[0] == 0
     assert {b - a for a, b in itertools.pairwise(numbers)} == {8.0}
     assert numbers[-1] > 5 * LONGEST - 9
+
+
+def test_an_evaluation_behind_training_changes_nothing_that_was_learned() -> None:
+    """x without its dy cannot be paired with any."""
+    model = small_model()
+    probe = loka.Probe(model, every=1, half_life=None)
+    with probe.step():
+        model(torch.randn(64, 12)).mean().backward()
+    before = probe.record().sites["0"]
+    with probe.step(), torch.no_grad():
+        model(1000 + torch.randn(64, 12))
+    behind = probe.record().sites["0"]
+    assert behind.trains
+    torch.testing.assert_close(behind.mean_K, before.mean_K)
+
+
+def test_one_call_that_hands_on_a_gradient_is_enough_to_need_it() -> None:
+    model = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 1))
+
+    def step(model: nn.Module) -> Tensor:
+        return model(torch.randn(8, 12, requires_grad=True)).mean() + model(torch.randn(8, 12)).mean()
+
+    site = probe_steps(model, step).sites["0"]
+    assert site.needs_dx
+    assert site.calls == {8: 2.0}
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
+def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> None:
+    learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)
+    dw_NK = torch.ones(3, 4)
+    dw_NK[1, 2] = value
+    call = Call(8, torch.randn(8, 4), torch.float32, needs_dx=True, dy_RN=torch.randn(8, 3))
+    rows = learning.look([call], dw_NK, all_finite=value == 1.0)
+    assert rows is not None
+    assert (rows.dw_NK is not None) is (value == 1.0)
