@@ -20,6 +20,7 @@ INSTRUCTIONS = {
     "store 1 byte": r"st\.global\S*\.b8",
     "store 16 bytes": r"st\.global\S*\.v4\.b32",
     "barrier": r"bar\.sync",
+    "wait": r"griddepcontrol\.wait",
 }
 
 
@@ -47,6 +48,7 @@ def compile_for_hopper(
         "shared_bytes": compiled.metadata.shared,
         "moved_tiles": len(re.findall(r"convert_layout[^\n]*: tensor<\d+x\d+x", compiled.asm["ttgir"])),
         "halved_pairs": len(halved_pairs(compiled.asm["ptx"])),
+        "before_waiting": before_waiting(compiled.asm["ptx"]),
         "instructions": {name: len(re.findall(pattern, compiled.asm["ptx"])) for name, pattern in INSTRUCTIONS.items()},
     }
 
@@ -59,6 +61,13 @@ def halved_pairs(ptx: str) -> set[str]:
         if "e4m3x2" not in line:
             (packed if "mov.b32" in line else alone).update(pairs.intersection(re.findall(r"%rs\d+", line)))
     return packed & alone
+
+
+def before_waiting(ptx: str) -> dict[str, int]:
+    """Reads and writes of memory before the kernel waits for the one that was launched before it."""
+    first = ptx.partition("griddepcontrol.wait")[0]
+    patterns = {"loads": r"\bld\.global|cp\.async", "stores": r"\bst\.global|\b(?:red|atom)\.global"}
+    return {name: len(re.findall(pattern, first)) for name, pattern in patterns.items()}
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

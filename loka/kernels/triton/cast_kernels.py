@@ -2,6 +2,10 @@
 
 Axes:  R rows,  C columns of the stored matrix.  Loads past its edge give 0, so padding is written as zeros and a scale of
 padding alone is 1. Amaxes travel as the bits of ``codes.magnitude``.
+
+Kernels of one cast read the same matrix, and only the first has to wait for it. MORE: another of the same cast follows, and may
+start once this one has no more programs to start. EARLY: one of the same cast, with MORE, came before; so the matrix is there
+and is read before waiting for that one's results, or for its end.
 """
 
 import triton
@@ -14,6 +18,7 @@ from loka.kernels.triton.codes import (
     divide,
     inverse_of_power,
     largest_of,
+    let_next_kernel_start,
     magnitude,
     power_scale_of,
     scale_of,
@@ -38,21 +43,26 @@ def amax_kernel(
     x_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     rows, cols, row_stride, tiles_down,
     ROWS: tl.constexpr, COLS: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, OF_ALL: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr, EARLY: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of rows (strips of columns × rows), of columns (strips of rows × columns) and of all of it (one a program)
-    within one strip of ``tiles_down`` tiles.
+    within one strip of ``tiles_down`` tiles. Strips of rows take turns, so that all programs come to the matrix's end together.
 
     For amaxes of columns a tile is as wide as the program's warps, so that a column lies in one thread: those of several warps
     would meet in shared memory, 32 lanes to a bank. Each amax has a place of its own, which need not be set to 0 first.
     ONE_TILE: there is nothing to go down, nor to load ahead.
     """
-    wait_for_kernels_before()
-    row_strip, col_strip = tl.program_id(0) // tl.cdiv(cols, COLS), tl.program_id(0) % tl.cdiv(cols, COLS)
+    if not EARLY:
+        wait_for_kernels_before()
+    if MORE:
+        let_next_kernel_start()
+    col_strips = tl.cdiv(cols, COLS)
+    row_strip, col_strip = tl.program_id(0) // col_strips, tl.program_id(0) % col_strips
+    row_strips = tl.num_programs(0) // col_strips
     col = col_strip * COLS + tl.arange(0, COLS)
     amax = tl.zeros((COLS,), tl.int32) if OF_COLS else tl.zeros((ROWS, COLS), tl.int32)
     for tile in tl.range(1 if ONE_TILE else tiles_down, num_stages=3):
-        row = (row_strip * tiles_down + tile) * ROWS + tl.arange(0, ROWS)
+        row = (tile * row_strips + row_strip) * ROWS + tl.arange(0, ROWS)
         bits_RC = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
         if OF_ROWS:
             tl.store(row_amax_ptr + col_strip.to(tl.int64) * rows + row, tl.max(bits_RC, axis=1), mask=row < rows)
@@ -61,6 +71,8 @@ def amax_kernel(
         tl.store(col_amax_ptr + row_strip.to(tl.int64) * cols + col, amax, mask=col < cols)
     if OF_ALL:
         tl.store(all_amax_ptr + tl.program_id(0), tl.max(amax))
+    if EARLY:
+        wait_for_kernels_before()
 
 
 @triton.jit
@@ -123,10 +135,10 @@ def _cast_tile(
     rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
     plain_static, trans_static, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once, as four tiles of every fourth row: four codes of one column then meet in one thread, and are one
-    word of the transpose."""
+    word of the transpose. WAIT: amaxes are there after waiting, the tile before."""
     tile_R, tile_C = tile // tiles_across, tile % tiles_across
     quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)
     col = tile_C * COLS + tl.arange(0, COLS)
@@ -135,6 +147,8 @@ def _cast_tile(
     x1 = _load_tile(x_ptr, 4 * quad + 1, col, rows, cols, row_stride)
     x2 = _load_tile(x_ptr, 4 * quad + 2, col, rows, cols, row_stride)
     x3 = _load_tile(x_ptr, 4 * quad + 3, col, rows, cols, row_stride)
+    if WAIT:
+        wait_for_kernels_before()
     bits_QC = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
     if SEEN:
         if TRANS == "rowwise":
@@ -187,6 +201,7 @@ def cast_kernel(
     plain_static, trans_static, tiles, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
     ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, IF_OUTGROWN: tl.constexpr,
+    EARLY: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """A tile a program (several with IF_OUTGROWN), written as codes of the scalings PLAIN and TRANS ("none": not written).
 
@@ -195,8 +210,13 @@ def cast_kernel(
     through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own, that of all in
     so many places, lest all programs wait for one. SUMS: so many warps, which need not meet for it, sum the columns
     of their rows. IF_OUTGROWN: there is nothing to do where none of ``flags`` is raised, and few programs to find that out.
+    Behind a pass for amaxes tiles come in the opposite order: what that pass read last is still in the cache.
     """
-    wait_for_kernels_before()
+    FROM_AMAXES: tl.constexpr = PLAIN == "tensorwise" or TRANS == "tensorwise" or PLAIN == "rowwise" or TRANS == "rowwise"
+    if not EARLY:
+        wait_for_kernels_before()
+    if MORE:
+        let_next_kernel_start()
     if IF_OUTGROWN:
         if largest_of(outgrown_ptr, flags, FLAGS_AT_ONCE) == 0:
             return
@@ -206,28 +226,33 @@ def cast_kernel(
                 row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr,
                 rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
                 plain_static, trans_static, tiles_across,
-                ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN, SUMS,
+                ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN, SUMS, False,
             )  # fmt: skip
     else:
         _cast_tile(
-            tl.program_id(0), x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
+            tiles - 1 - tl.program_id(0) if FROM_AMAXES and not SEEN else tl.program_id(0),
+            x_ptr, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
             row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr,
             rows, cols, row_stride, plain_rows, plain_cols, trans_rows, trans_cols,
             plain_static, trans_static, tiles_across,
-            ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN, SUMS,
+            ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN, SUMS, EARLY and FROM_AMAXES,
         )  # fmt: skip
+    if EARLY and not FROM_AMAXES:
+        wait_for_kernels_before()
 
 
 @triton.jit
 def rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, amax_ptr, rows, cols, row_stride, padded_rows, padded_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read.
 
     NOTED: so is the program's largest amax. POWER: scales are powers of two.
     """
     wait_for_kernels_before()
+    if MORE:
+        let_next_kernel_start()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
@@ -250,6 +275,7 @@ def rowwise_kernel(
 @triton.jit(do_not_specialize=["count"])
 def largest_kernel(bits_ptr, largest_ptr, count, AT_ONCE: tl.constexpr):
     """The largest of ``count`` magnitudes, by one program."""
+    let_next_kernel_start()
     wait_for_kernels_before()
     tl.store(largest_ptr, largest_of(bits_ptr, count, AT_ONCE))
 
@@ -257,6 +283,7 @@ def largest_kernel(bits_ptr, largest_ptr, count, AT_ONCE: tl.constexpr):
 @triton.jit(do_not_specialize=["strips"])
 def over_strips_kernel(strips_ptr, result_ptr, strips, size, STRIPS: tl.constexpr, LENGTH: tl.constexpr, SUM: tl.constexpr):
     """Over ``strips``, the largest magnitude or, SUM, the sum, for LENGTH of ``size`` rows or columns."""
+    let_next_kernel_start()
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
     result_SL = tl.zeros((STRIPS, LENGTH), strips_ptr.dtype.element_ty)

@@ -22,6 +22,7 @@ FEW_AMAXES, AMAXES_AT_ONCE = 128, 1024
 IF_OUTGROWN_PROGRAMS = 256  # of a pass that has nothing to do in nearly every call
 LARGEST_AT_ONCE = 8192  # by one program that does nothing else
 STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
+MOST_OVERLAPPED = 2**25  # values that several kernels of a cast read at once; with more they take each other's bandwidth
 
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and scales of the matrix as it lies, and of its transpose
@@ -163,20 +164,26 @@ def _strips_summed(plain: Target, trans: Target, cols: int) -> int:
 def write_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, sums_SC: Tensor | None = None) -> None:
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
     x = x if x.stride(1) == 1 else x.contiguous()
+    overlapped = x.numel() <= MOST_OVERLAPPED
     if not _are_apart(plain, trans, x.shape[1]):
-        launch_cast(x, plain, trans, codes, find_amaxes(x, plain, trans), sums_SC=sums_SC)
+        amaxes = find_amaxes(x, plain, trans, more=overlapped)
+        launch_cast(x, plain, trans, codes, amaxes, sums_SC=sums_SC, early=overlapped and any(map(torch.numel, amaxes)))
         return
     nothing, none = Target.none(), x.new_empty(0, dtype=torch.int32)
+    more = overlapped and trans.scaling != NOT_WRITTEN
     if plain.scaling == Scaling.ROWWISE:
         programs = -(-plain.outer // rows_at_once(plain.contraction))
         noted = x.new_empty(programs if trans.scaling == Scaling.TENSORWISE else 0, dtype=torch.int32)
-        launch_rowwise(x, plain, codes[0], codes[1], noted)
+        launch_rowwise(x, plain, codes[0], codes[1], noted, more=more)
     else:
         noted = none
-        launch_cast(x, plain, nothing, (*codes[:2], *nothing.empty(x)), (none, none, none))
+        launch_cast(x, plain, nothing, (*codes[:2], *nothing.empty(x)), (none, none, none), more=more)
     if trans.scaling != NOT_WRITTEN:
-        amaxes = (none, none, few_with_largest(noted)) if noted.numel() else find_amaxes(x, nothing, trans)
-        launch_cast(x, nothing, trans, (*nothing.empty(x), *codes[2:]), amaxes, sums_SC=sums_SC)
+        if noted.numel():
+            amaxes = none, none, few_with_largest(noted)
+        else:
+            amaxes = find_amaxes(x, nothing, trans, early=more, more=more)
+        launch_cast(x, nothing, trans, (*nothing.empty(x), *codes[2:]), amaxes, sums_SC=sums_SC, early=more)
 
 
 def are_by_rows(plain: Target, cols: int) -> bool:
@@ -190,16 +197,18 @@ def _are_apart(plain: Target, trans: Target, cols: int) -> bool:
     return are_by_rows(plain, cols) or plain.scaling == trans.scaling == Scaling.BLOCK_1X128
 
 
-def launch_rowwise(x: Tensor, plain: Target, codes: Tensor, scale: Tensor, noted: Tensor, *, power: bool = False) -> None:
+def launch_rowwise(
+    x: Tensor, plain: Target, codes: Tensor, scale: Tensor, noted: Tensor, *, power: bool = False, more: bool = False
+) -> None:
     """Each row, which fits a program, by its own amax; ``power``: by the smallest power of two that keeps it in the format.
-    Where there is room, the largest of each program's is ``noted``."""
+    Where there is room, the largest of each program's is ``noted``. ``more`` of the same cast may follow at once."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), step = x.shape, rows_at_once(plain.contraction)
     launch(
         kernels.rowwise_kernel, (-(-plain.outer // step), 1, 1),
         x, codes, scale, noted, rows, cols, x.stride(0), plain.outer, plain.contraction,
-        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), NOTED=noted.numel() > 0, POWER=power,
+        ROWS=step, COLS=max(16, power_of_two(plain.contraction)), NOTED=noted.numel() > 0, POWER=power, MORE=more,
         num_warps=8 if plain.contraction > 1024 else 4,
     )  # fmt: skip
 
@@ -224,9 +233,12 @@ def launch_cast(
     seen: Amaxes | None = None,
     outgrown: Tensor | None = None,
     sums_SC: Tensor | None = None,
+    *,
+    early: bool = False,
+    more: bool = False,
 ) -> None:
     """With scales from ``amaxes``; ``seen`` are raised to the matrix's own, strips of its columns summed if there is room for
-    them. Nothing is done where no ``outgrown`` is set."""
+    them. Nothing is done where no ``outgrown`` is set. ``early``, ``more``: of the same cast one came before, or follows."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
@@ -246,7 +258,7 @@ def launch_cast(
         ALL_AT_ONCE=next((count for count in (1, FEW_AMAXES) if all_amax.numel() <= count), AMAXES_AT_ONCE),
         ALIGNED=trans.contraction % 16 == 0, SEEN=0 if seen is None else max(1, seen_all.numel()),
         SUMS=tile.warps if sums_SC is not None and len(sums_SC) > 0 else 0, IF_OUTGROWN=outgrown is not None,
-        num_warps=tile.warps,
+        EARLY=early, MORE=more, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -257,8 +269,9 @@ def amax_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
 
 
 @on_its_gpu
-def find_amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
-    """Amaxes of rows, columns and all of ``x``: of each, only what the targets need. One read, or none."""
+def find_amaxes(x: Tensor, plain: Target, trans: Target, *, early: bool = False, more: bool = False) -> Amaxes:
+    """Amaxes of rows, columns and all of ``x``: of each, only what the targets need. One read, or none. ``early``, ``more``: of
+    the same cast a kernel came before, or follows."""
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -276,7 +289,7 @@ def find_amaxes(x: Tensor, plain: Target, trans: Target) -> Amaxes:
         kernels.amax_kernel, (row_strips * col_strips, 1, 1),
         x, row_amaxes, col_amaxes, all_amaxes, rows, cols, x.stride(0), down,
         ROWS=tile.rows, COLS=tile.cols, OF_ROWS=of_rows, OF_COLS=of_cols, OF_ALL=of_all, ONE_TILE=down == 1,
-        num_warps=tile.warps,
+        EARLY=early, MORE=more, num_warps=tile.warps,
     )  # fmt: skip
     return _over_strips(row_amaxes, add=False), _over_strips(col_amaxes, add=False), all_amaxes
 

@@ -30,8 +30,9 @@ FOUR_TO_E4M3 = tl.constexpr("""{
 
 @triton.jit
 def wait_for_kernels_before():
-    """Every kernel's first statement. Our kernels are launched (``launch_pdl``) while the one before them still runs, and get
-    ready; from here on its results are there. Each waits, so that one which did not would be the only one to run too early."""
+    """Our kernels are launched (``launch_pdl``) while the one before them still runs, and get ready; from here on its results
+    are there. In every kernel it stands before all reads and writes of what others have to do with, and is not left out where
+    nothing is read: who waits for a kernel relies on those before it to have ended too."""
     if not INTERPRETED:
         gdc_wait()
 

@@ -111,9 +111,39 @@ def test_interpreted_casts_are_the_oracles(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kinds", ON_GPU, ids="-".join)
-@pytest.mark.parametrize(("rows", "cols"), [(2050, 520), (300, 129), (8192, 4096)])
+@pytest.mark.parametrize(("rows", "cols"), [(2050, 520), (300, 129), (8200, 4096)])
 def test_compiled_casts_are_the_oracles(gpu: torch.device, kinds: tuple[str, str], rows: int, cols: int) -> None:
     check(hostile(rows, cols, torch.bfloat16, 0).to(gpu), *kinds, multiple=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", ON_GPU, ids="-".join)
+def test_a_cast_waits_for_what_it_reads(gpu: torch.device, kinds: tuple[str, str]) -> None:
+    """Its kernels start while the one before still writes the matrix: another in every turn, in eager and in a graph."""
+    matrices = [hostile(2048, 1024, torch.bfloat16, seed).to(gpu) for seed in range(4)]
+    targets = target(kinds[0], 2048, 1024), target(kinds[1], 1024, 2048)
+    expected = []
+    for matrix in matrices:
+        expected.append(cast_matrix(matrix, *targets))
+        torch.cuda.synchronize()
+    x = torch.zeros_like(matrices[0])
+
+    def turns() -> list[tuple[Tensor, ...]]:
+        return [cast_matrix(x.copy_(matrices[turn % 4]), *targets) for turn in range(40)]
+
+    def check_turns(found: list[tuple[Tensor, ...]]) -> None:
+        torch.cuda.synchronize()
+        for turn, codes in enumerate(found):
+            for part, right in zip(codes, expected[turn % 4], strict=True):
+                assert torch.equal(bits(part), bits(right)), f"turn {turn}"
+
+    check_turns(turns())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = turns()
+    for _ in range(3):
+        graph.replay()
+        check_turns(captured)
 
 
 def test_two_static_scales_are_two(where: torch.device) -> None:

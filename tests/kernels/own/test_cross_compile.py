@@ -45,7 +45,9 @@ def integers(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, INT)
 
 
-def cast_case(plain: str, trans: str, *, seen: bool = False, sums: bool = False, if_outgrown: bool = False) -> dict[str, Any]:
+def cast_case(
+    plain: str, trans: str, *, seen: bool = False, sums: bool = False, if_outgrown: bool = False, early: bool = False
+) -> dict[str, Any]:
     tile = cast_tile(plain, trans)
     arguments = {
         "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
@@ -65,6 +67,8 @@ def cast_case(plain: str, trans: str, *, seen: bool = False, sums: bool = False,
         "SEEN": SEEN_PLACES * seen,
         "SUMS": tile.warps * sums,
         "IF_OUTGROWN": if_outgrown,
+        "EARLY": early,
+        "MORE": False,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
             "warps": tile.warps, "stages": 3}  # fmt: skip
@@ -74,15 +78,15 @@ def rowwise_case(rows: int, cols: int, codes: str = FP8, *, power: bool = False,
     sizes = integers("rows", "cols", "row_stride", "padded_rows", "padded_cols")
     return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
             "arguments": {"x_ptr": x, "codes_ptr": codes, "scale_ptr": FP32, "amax_ptr": INT32, **sizes},
-            "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power}}  # fmt: skip
+            "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power, "MORE": not power}}  # fmt: skip
 
 
-def amax_case(cols: int, *, one_tile: bool, x: str = BF16, of_cols: bool = True) -> dict[str, Any]:
+def amax_case(cols: int, *, one_tile: bool, x: str = BF16, of_cols: bool = True, early: bool = False) -> dict[str, Any]:
     sizes, tile = integers("rows", "cols", "row_stride", "tiles_down"), amax_tile(cols, of_cols=of_cols)
     amaxes = dict.fromkeys(("row_amax_ptr", "col_amax_ptr", "all_amax_ptr"), INT32)
     return {"module": "cast_kernels", "kernel": "amax_kernel", "arguments": {"x_ptr": x, **amaxes, **sizes},
             "constants": {"ROWS": tile.rows, "COLS": tile.cols, "OF_ROWS": False, "OF_COLS": of_cols, "OF_ALL": not of_cols,
-                          "ONE_TILE": one_tile}, "warps": tile.warps, "stages": 3}  # fmt: skip
+                          "ONE_TILE": one_tile, "EARLY": early, "MORE": True}, "warps": tile.warps, "stages": 3}  # fmt: skip
 
 
 def largest_case() -> dict[str, Any]:
@@ -200,11 +204,13 @@ CASES = {
     "cast tensorwise both": cast_case("tensorwise", "tensorwise"),
     "cast tensorwise both, columns summed": cast_case("tensorwise", "tensorwise", sums=True),
     "cast tensorwise both, amaxes remembered": cast_case("tensorwise", "tensorwise", seen=True),
+    "cast tensorwise both, early": cast_case("tensorwise", "tensorwise", early=True),
     "cast tensorwise, transposed": cast_case("none", "tensorwise"),
     "cast rowwise and 1x128": cast_case("rowwise", "1x128"),
     "cast tiles both": cast_case("128x128", "128x128"),
     "cast 1x128": cast_case("1x128", "none"),
     "cast 1x128, transposed": cast_case("none", "1x128"),
+    "cast 1x128, transposed, early": cast_case("none", "1x128", early=True),
     "cast 1x128, transposed, columns summed": cast_case("none", "1x128", sums=True),
     "cast rowwise, transposed": cast_case("none", "rowwise"),
     "cast rowwise, transposed, columns summed": cast_case("none", "rowwise", sums=True),
@@ -257,6 +263,7 @@ CASES = {
     "amaxes of one tile": amax_case(4096, one_tile=True),
     "amaxes of one tile, narrow": amax_case(256, one_tile=True),
     "amaxes of one tile, fp32": amax_case(4096, one_tile=True, x=FP32),
+    "amaxes of one tile, early": amax_case(4096, one_tile=True, early=True),
     "amax of all": amax_case(4096, one_tile=False, of_cols=False),
     "amax of all, one tile": amax_case(4096, one_tile=True, of_cols=False),
     "the largest": largest_case(),
@@ -296,6 +303,15 @@ def test_warps_do_not_meet_to_sum_columns(name: str) -> None:
     """At most once more than without: to store whole lines."""
     without = compiled()[name.removesuffix(", columns summed")]
     assert compiled()[name]["instructions"]["barrier"] <= without["instructions"]["barrier"] + 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_wait_for_the_kernel_before_and_only_early_ones_read_or_write_first(name: str) -> None:
+    """Of early ones: a tile of four loads, and what needs no amaxes writes too."""
+    early, before = name.endswith(", early"), compiled()[name]["before_waiting"]
+    assert compiled()[name]["instructions"]["wait"] == 1
+    assert before["loads"] >= 4 if early else before["loads"] == 0
+    assert (before["stores"] > 0) == (early and "tensorwise" not in name)
 
 
 def test_amaxes_of_several_tiles_are_loaded_ahead() -> None:
