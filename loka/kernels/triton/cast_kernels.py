@@ -43,7 +43,7 @@ def amax_kernel(
     x_ptr, row_amax_ptr, col_amax_ptr, all_amax_ptr,
     rows, cols, row_stride, tiles_down,
     ROWS: tl.constexpr, COLS: tl.constexpr, OF_ROWS: tl.constexpr, OF_COLS: tl.constexpr, OF_ALL: tl.constexpr,
-    ONE_TILE: tl.constexpr, EARLY: tl.constexpr, MORE: tl.constexpr,
+    ONE_TILE: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of rows (strips of columns × rows), of columns (strips of rows × columns) and of all of it (one a program)
     within one strip of ``tiles_down`` tiles. Strips of rows take turns, so that all programs come to the matrix's end together.
@@ -52,8 +52,7 @@ def amax_kernel(
     would meet in shared memory, 32 lanes to a bank. Each amax has a place of its own, which need not be set to 0 first.
     ONE_TILE: there is nothing to go down, nor to load ahead.
     """
-    if not EARLY:
-        wait_for_kernels_before()
+    wait_for_kernels_before()
     if MORE:
         let_next_kernel_start()
     col_strips = tl.cdiv(cols, COLS)
@@ -71,8 +70,6 @@ def amax_kernel(
         tl.store(col_amax_ptr + row_strip.to(tl.int64) * cols + col, amax, mask=col < cols)
     if OF_ALL:
         tl.store(all_amax_ptr + tl.program_id(0), tl.max(amax))
-    if EARLY:
-        wait_for_kernels_before()
 
 
 @triton.jit
@@ -244,15 +241,13 @@ def cast_kernel(
 @triton.jit
 def rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, amax_ptr, rows, cols, row_stride, padded_rows, padded_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr, MORE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
     """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read.
 
     NOTED: so is the program's largest amax. POWER: scales are powers of two.
     """
     wait_for_kernels_before()
-    if MORE:
-        let_next_kernel_start()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
@@ -275,7 +270,6 @@ def rowwise_kernel(
 @triton.jit(do_not_specialize=["count"])
 def largest_kernel(bits_ptr, largest_ptr, count, AT_ONCE: tl.constexpr):
     """The largest of ``count`` magnitudes, by one program."""
-    let_next_kernel_start()
     wait_for_kernels_before()
     tl.store(largest_ptr, largest_of(bits_ptr, count, AT_ONCE))
 

@@ -384,7 +384,7 @@ def test_work_of_a_program_is_bounded() -> None:
 
 @given(st.integers(1, 100_000), st.integers(1, 100_000), st.booleans())
 def test_amaxes_of_strips_are_few(rows: int, cols: int, of_cols: bool) -> None:
-    tile = amax_tile(cols, of_cols=of_cols)
+    tile = amax_tile(rows, cols, of_cols=of_cols)
     down = tiles_down(rows, cols, tile)
     across = ceil_div(cols, tile.cols)
     assert ceil_div(rows, down * tile.rows) * across <= AMAXES_AT_ONCE

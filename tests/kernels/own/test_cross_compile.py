@@ -78,15 +78,18 @@ def rowwise_case(rows: int, cols: int, codes: str = FP8, *, power: bool = False,
     sizes = integers("rows", "cols", "row_stride", "padded_rows", "padded_cols")
     return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
             "arguments": {"x_ptr": x, "codes_ptr": codes, "scale_ptr": FP32, "amax_ptr": INT32, **sizes},
-            "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power, "MORE": not power}}  # fmt: skip
+            "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power}}  # fmt: skip
 
 
-def amax_case(cols: int, *, one_tile: bool, x: str = BF16, of_cols: bool = True, early: bool = False) -> dict[str, Any]:
-    sizes, tile = integers("rows", "cols", "row_stride", "tiles_down"), amax_tile(cols, of_cols=of_cols)
+def amax_case(cols: int, *, one_tile: bool, x: str = BF16, of_cols: bool = True) -> dict[str, Any]:
+    sizes, tile = (
+        integers("rows", "cols", "row_stride", "tiles_down"),
+        amax_tile(1024 if one_tile else 12288, cols, of_cols=of_cols),
+    )
     amaxes = dict.fromkeys(("row_amax_ptr", "col_amax_ptr", "all_amax_ptr"), INT32)
     return {"module": "cast_kernels", "kernel": "amax_kernel", "arguments": {"x_ptr": x, **amaxes, **sizes},
             "constants": {"ROWS": tile.rows, "COLS": tile.cols, "OF_ROWS": False, "OF_COLS": of_cols, "OF_ALL": not of_cols,
-                          "ONE_TILE": one_tile, "EARLY": early, "MORE": True}, "warps": tile.warps, "stages": 3}  # fmt: skip
+                          "ONE_TILE": one_tile, "MORE": True}, "warps": tile.warps, "stages": 3}  # fmt: skip
 
 
 def largest_case() -> dict[str, Any]:
@@ -263,7 +266,6 @@ CASES = {
     "amaxes of one tile": amax_case(4096, one_tile=True),
     "amaxes of one tile, narrow": amax_case(256, one_tile=True),
     "amaxes of one tile, fp32": amax_case(4096, one_tile=True, x=FP32),
-    "amaxes of one tile, early": amax_case(4096, one_tile=True, early=True),
     "amax of all": amax_case(4096, one_tile=False, of_cols=False),
     "amax of all, one tile": amax_case(4096, one_tile=True, of_cols=False),
     "the largest": largest_case(),
