@@ -270,6 +270,7 @@ def rowwise_kernel(
 @triton.jit(do_not_specialize=["count"])
 def largest_kernel(bits_ptr, largest_ptr, count, AT_ONCE: tl.constexpr):
     """The largest of ``count`` magnitudes, by one program."""
+    let_next_kernel_start()
     wait_for_kernels_before()
     tl.store(largest_ptr, largest_of(bits_ptr, count, AT_ONCE))
 
