@@ -1,6 +1,7 @@
 """The command line: every command is a thin call of the library, and imports torch when it runs, not before."""
 
 import io
+import os
 import signal
 import sys
 
@@ -43,9 +44,13 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no ×
     try:
-        app()
-    except BrokenPipeError:  # whoever reads has enough: nobody is left to tell
-        raise
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, and nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would tell, when it writes what is left
+        sys.exit(128 + signal.SIGPIPE)
     except (LokaError, OSError) as error:
         print(f"loka: {error}", file=sys.stderr)
         sys.exit(1)

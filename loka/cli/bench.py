@@ -39,11 +39,13 @@ def gemm(
     Example: loka bench gemm --shapes 2048x1024x1024 --out /tmp/results
     """
     from loka.core.environment import current_command, current_environment
+    from loka.core.files import require_folder
     from loka.core.results import write_results
     from loka.kernels.contract import KERNELS
     from loka.kernels.device import device_named, device_of, model_dtype
     from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
 
+    require_folder(out)
     where = device_named(device)
     dtype = model_dtype(where)
     sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)

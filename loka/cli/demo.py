@@ -17,7 +17,7 @@ def demo(
     """Train a model under the Probe, measure, plan, train on, serve, and compare with its high-precision twin.
 
     A few minutes on two CPU cores (INT8) or one GPU (FP8); ends with OUT/report.html. Interrupted, the same command goes on
-    where it stopped.
+    from the last checkpoint.
 
     Example: loka demo -o run
     """
@@ -29,7 +29,7 @@ def demo(
     from loka.report.run import read_run
     from loka.report.write import write_report
     from loka.train import progress as steps
-    from loka.train.demo import Stage, run_demo
+    from loka.train.demo import Stage, has_begun, run_demo
     from loka.train.demo_settings import settings_for
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own beginnings and ends
@@ -39,7 +39,8 @@ def demo(
     try:
         run_demo(replace(settings_for(where), device=str(where)), out, stage)
     except KeyboardInterrupt:
-        print(f"\nstopped: `loka demo -o {out}` goes on where it stopped", file=sys.stderr)
+        goes_on = "goes on where it stopped" if has_begun(out) else "begins again: there is no checkpoint yet"
+        print(f"\nstopped: `loka demo -o {quote(out)}` {goes_on}", file=sys.stderr)
         sys.exit(130)
     path = write_report(out)
     print(f"\n{headline(read_run(out))}  ({time.monotonic() - begin:.0f} s)")

@@ -42,7 +42,7 @@ def measure(
         print(f"\nstopped: `loka measure {quote(str(run))}` goes on where it stopped", file=sys.stderr)
         sys.exit(130)
     _print(survey)
-    console().print(f"{run}/survey.json   Next: loka plan {quote(str(run))}")
+    console().print(f"{run}/survey.json   Next: loka plan {quote(str(run))}", soft_wrap=True)
 
 
 def _print(survey: "Survey") -> None:

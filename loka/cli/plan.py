@@ -45,16 +45,15 @@ def plan(
     out.print(_table(made))
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
-    out.print(f"{path}   {made.total}")
+    out.print(f"{path}   {made.total}", soft_wrap=True)
     folder = quote(str(run))
     if is_older(run / "survey.json", than=run / "record.safetensors"):
-        out.print(
-            f"The record in {run} is newer than the survey, and not what was planned for: loka measure {folder} measures it."
-        )
-    out.print(f"Next: loka report {folder}, or in your code loka.apply_plan(model, loka.Plan.load({str(run)!r}))")
-    out.print(
-        f"For LoKA's own models: loka train --model MODEL --plan {quote(str(path))}   (why not another kernel: --site NAME)"
-    )
+        newer = f"The record in {run} is newer than the survey, and not what was planned for"
+        out.print(f"{newer}: loka measure {folder} measures it.", soft_wrap=True)
+    in_code = f"loka.apply_plan(model, loka.Plan.load({str(run)!r}))"
+    out.print(f"Next: loka report {folder}, or in your code {in_code}", soft_wrap=True)
+    by_us = f"loka train --model MODEL --plan {quote(str(path))} --steps 500"
+    out.print(f"For LoKA's own models: {by_us}   (why not another kernel: --site NAME)", soft_wrap=True)
 
 
 def _table(made: "Plan") -> Table:

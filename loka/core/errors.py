@@ -22,3 +22,15 @@ class KernelUnavailable(LokaError, RuntimeError):
 
 class InvalidFile(LokaError, ValueError):
     """A file that is truncated, foreign, of a newer schema, or otherwise not what was expected."""
+
+
+def require_kind(value: object, kind: type, name: str, remedy: str) -> None:
+    """Refuse what is not of ``kind``, as a path in place of what lies there, before it fails somewhere inside."""
+    if not isinstance(value, kind):
+        raise InvalidInput(f"{name} must be a {kind.__name__}, got {type(value).__name__}: {remedy}")
+
+
+def require_count(name: str, value: int) -> None:
+    """Refuse what is no whole number from 1 on."""
+    if not isinstance(value, int) or value < 1:
+        raise InvalidInput(f"{name} must be a whole number, at least 1, got {value!r}")

@@ -28,6 +28,7 @@ def is_older(file: Path, *, than: Path) -> bool:
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; on success it replaces ``target``, on an exception it vanishes."""
     target = Path(target)
+    require_folder(target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(handle)

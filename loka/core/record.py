@@ -133,7 +133,8 @@ class SiteRecord(SiteFacts):
     @property
     def _moments(self) -> "dict[str, Tensor]":
         if not self.was_called:
-            raise InvalidInput(f"site {self.name} was never called while the Probe looked: nothing is known of its values")
+            seen = "saw only NaN or infinite rows" if self.calls else "was never called"
+            raise InvalidInput(f"site {self.name} {seen} while the Probe looked: nothing is known of its values")
         return self.statistics["moments"].tensors
 
     def merge(self, other: "SiteRecord", share: float) -> "SiteRecord":

@@ -131,6 +131,10 @@ class Survey:
     def sites(self) -> tuple[SiteSurvey, ...]:
         return self.document.sites
 
+    @property
+    def ceiling(self) -> Ceiling | None:
+        return self.document.ceiling
+
     def __repr__(self) -> str:
         measured = sum(len(site.candidates) + len(site.blocks) for site in self.sites)
         return f"<Survey on {self.document.environment.device}: {measured} candidates at {len(self.sites)} sites>"
@@ -144,13 +148,15 @@ class Survey:
 
     @classmethod
     def load(cls, run: str | Path) -> "Survey":
-        folder = Path(run)
-        path, made_by = folder / "survey.json", f"loka measure {quote(str(run))}"
+        """Read a Survey by its folder or by the path of its survey.json."""
+        path = Path(run)
+        path = path if path.suffix == ".json" else path / "survey.json"
+        made_by = f"loka measure {quote(str(path.parent))}"
         document = read_document(path, SCHEMA, SurveyDocument, made_by=made_by)
         for site in document.sites:
             if not all(0 < calls < math.inf for calls in site.calls.values()):
                 raise InvalidFile(f"{path}: the calls of {site.site} are no numbers above 0. Make it again with `{made_by}`")
-        return cls(document, read_vectors(folder / "survey.safetensors"))
+        return cls(document, read_vectors(path.with_suffix(".safetensors")))
 
 
 @migrates("loka.survey/3")

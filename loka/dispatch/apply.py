@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import nn
 
-from loka.core.errors import InvalidInput, KernelUnavailable
+from loka.core.errors import InvalidInput, KernelUnavailable, require_kind
 from loka.core.plan import Goal, Plan, SitePlan
 from loka.dispatch.absorb import why_not_absorbed
 from loka.dispatch.bind import bind_block, bind_site, link_chains, why_not_bound
@@ -46,6 +46,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, on_missing: OnMissing = "error",
     """
     if on_missing not in ("error", "high_precision"):
         raise InvalidInput(f"on_missing must be 'error' or 'high_precision', got {on_missing!r}")
+    require_kind(plan, Plan, "the plan", "load it with loka.Plan.load(run)")
     model = unwrapped(model)
     refuse_frozen(model)
     if applied_to(model) is not None:
@@ -121,8 +122,8 @@ def _bind(model: nn.Module, plan: Plan, on_missing: OnMissing, example: Example 
         reasons = "; ".join(f"{site} {why}" for site, why in list(missing.items())[:3])
         more = f"; and {len(missing) - 3} more sites" if len(missing) > 3 else ""
         raise KernelUnavailable(
-            f"the plan cannot run here as it is: {reasons}{more}. To plan for this machine, {REMEASURE}; to plan without those "
-            f'sites, name them in make_plan(…, keep=…); or pass on_missing="high_precision" to run them in high precision'
+            f"the plan cannot run here as it is: {reasons}{more}. Where a kernel is missing, {REMEASURE}; to plan without "
+            f'those sites, name them in make_plan(…, keep=…); or pass on_missing="high_precision" to run them in high precision'
         )
     runs = plan.giving_back(missing) if missing else plan
     # What stood behind one of them may be worth nothing by itself.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_kind
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan, SitePlan
 from loka.dispatch.apply import OnMissing, apply_plan, restore
@@ -96,6 +96,7 @@ def check_plan(
     plan expects to save least. ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are ``apply_plan``'s. The
     model is left as it was, without a plan.
     """
+    require_kind(plan, Plan, "the plan", "load it with loka.Plan.load(run)")
     if applied_to(model) is not None:
         raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
     held_out = list(batches)

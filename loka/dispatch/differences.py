@@ -38,9 +38,9 @@ def _refuse(name: str, what: str) -> None:
     )
 
 
-def is_plan_of(model: nn.Module, plan: Plan) -> bool:
-    """Whether ``plan`` was made for a model of these sites and shapes."""
-    return _fingerprint(linear_sites(model)) == plan.document.fingerprint
+def has_fingerprint(model: nn.Module, fingerprint: str) -> bool:
+    """Whether what bears ``fingerprint``, a Record or a Plan, is of a model of these sites and shapes."""
+    return _fingerprint(linear_sites(model)) == fingerprint
 
 
 def refuse_other_model(sites: dict[str, nn.Linear], plan: Plan) -> None:

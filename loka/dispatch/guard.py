@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_count, require_kind
 from loka.core.gemm import Role
 from loka.core.record import Record
 from loka.dispatch.apply import give_back
@@ -58,9 +58,9 @@ class Guard:
     def __init__(
         self, model: nn.Module, record: Record, *, every: int = 100, max_error: float | None = None, rows: int = 256
     ) -> None:
+        require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
         for name, value in (("every", every), ("rows", rows)):
-            if value < 1:
-                raise InvalidInput(f"{name} must be at least 1, got {value}")
+            require_count(name, value)
         if max_error is not None and not max_error > 0:
             raise InvalidInput(f"max_error must be above 0, got {max_error}")
         self._model = unwrapped(model)

@@ -20,6 +20,8 @@ from loka.numerics.formats import torch_dtype
 
 MOST_ROW_COUNTS = 6  # of a site, the most frequent: the planner takes the nearest above for the others
 UNHEALTHY = 0.1  # mere_floored of a healthy e4m3 site is 0.08: past this a transform may help
+NEVER_CALLED = "never called while the Probe looked, or with no rows"
+NOTHING_LEARNED = "every row that the Probe saw here was NaN or infinite: probe a model that computes numbers"
 WORTH_TIMING = 0.5  # past it no limit on the error lets an option in
 
 
@@ -47,7 +49,7 @@ class Bench:
 def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
     """Everything the Survey says of one site."""
     if not site.was_called or not site.calls:
-        return _site_survey(site, bench, (), (), notes=("never called while the Probe looked",))
+        return _site_survey(site, bench, (), (), notes=(NOTHING_LEARNED if site.calls else NEVER_CALLED,))
     site = on_device(site, bench.device)
     shapes = {m: TimedShape.of(site, m, bench.dtype) for m in row_counts(site)}
     errors: dict[Option, OptionError] = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from loka.core.environment import Environment, current_environment
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, KernelUnavailable, require_kind
 from loka.core.files import require_folder
 from loka.core.gemm import Role
 from loka.core.progress import Progress, Silent
@@ -52,6 +52,7 @@ def measure(
     every site and a measurement that was interrupted goes on; the finished Survey is saved there. Nothing a kernel does stops
     it: one that raises, hangs or returns nonsense is listed with its reason.
     """
+    require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
     if out is not None:
         require_folder(out)
     where = device_named(str(device or "auto"))
@@ -81,7 +82,21 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
         names = [name for name in names if device.type == "cpu" or not name.startswith("reference.")]
     else:
         names = [KERNELS.get(name).name for name in ([kernels] if isinstance(kernels, str) else kernels)]
+        _require_one(names, device)
     return tuple(dict.fromkeys((baseline, *names)))
+
+
+def _require_one(names: list[str], device: torch.device) -> None:
+    """Of the kernels asked for one can run here, or a Survey of none would take the place of one that is there."""
+    if not names:
+        raise InvalidInput("no kernel is named: name some, or leave `kernels` out for all that make sense here")
+    where = device_of(device)
+    missing = {name: why for name in names if (why := KERNELS.get(name).missing(where))}
+    if len(missing) == len(set(names)):
+        reasons = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        raise KernelUnavailable(
+            f"none of the kernels that were named can run on {where}: {reasons}. `loka kernels` lists what can"
+        )
 
 
 def _measure(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_kind
 from loka.mods.contract import MODS, Mod, Place
 from loka.mods.report import Change, LeftAlone, ModReport
 from loka.mods.trained import evidence_of_training
@@ -40,6 +40,7 @@ def apply_mods(
     ``dry_run`` reports what would change and changes nothing.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
+    require_kind(model, nn.Module, "the model", "give the model itself")
     chosen = _chosen(mods)
     _check_parameters(model)
     kept = _kept(model, keep)

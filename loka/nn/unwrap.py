@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_kind
 
 Example = tuple[Any, ...] | Mapping[str, Any]  # arguments of forward: in their order, or by name
 
@@ -41,4 +41,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
         elif isinstance(model, nn.parallel.DistributedDataParallel | AveragedModel):
             model = model.module
         else:
+            require_kind(model, nn.Module, "the model", "give the model itself")
             return model

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_kind
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan, PlanDocument, vector_name
 from loka.core.survey import Survey
@@ -23,11 +23,12 @@ def make_plan(
     """Choose kernels for every site and block in ``survey``.
 
     A site leaves high precision only for kernels whose error (``mere_floored``, the upper end of its confidence interval) is
-    within ``max_error``, one number or one a role, that do not flush whole features of x to zero, and that make it at least
-    ``min_speedup`` times as fast, casts included; the fastest such choice wins. Prediction heads stay, and what ``keep`` names:
-    sites, modules around them, or patterns.
+    within ``max_error``, one number or one a role, that do not flush whole features of x to zero, nor many values, and that
+    make it at least ``min_speedup`` times as fast, casts included; the fastest such choice wins. Prediction heads stay, and
+    what ``keep`` names: sites, modules around them, or patterns. docs/plan.md has every rule.
     Every choice and every refusal carries its reason. The same survey and limits give the same plan.
     """
+    require_kind(survey, Survey, "the survey", "load it with loka.Survey.load(run)")
     limits = check_limits(goal, max_error, min_speedup)
     if not survey.sites:
         raise InvalidInput("the survey has no site to plan for: probe a model with linear layers, then measure it again")

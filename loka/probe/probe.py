@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka.core.environment import current_environment
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_count
 from loka.core.fingerprint import fingerprint
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
@@ -66,9 +66,8 @@ class Probe:
         weights_over_time: bool = False,
         example: Example | None = None,
     ) -> None:
-        for name, value in (("every", every), ("rows", rows)):
-            if value < 1:
-                raise InvalidInput(f"{name} must be at least 1, got {value}")
+        for name, value in (("every", every), ("rows", rows), ("memory_budget", memory_budget)):
+            require_count(name, value)
         if half_life is not None and not half_life > 0:
             raise InvalidInput(f"half_life must be above 0 samples, or None to forget nothing, got {half_life}")
         if example is not None:

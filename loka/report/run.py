@@ -27,7 +27,7 @@ PARTS = {
     "survey": ("survey.json", "loka measure {run}"),
     "plan": ("plan.json", "loka plan {run}"),
     "comparison": ("comparison.json", "loka demo -o {run}"),
-    "training": ("metrics.jsonl", "loka train --model MODEL --plan {run}/plan.json --out {run}"),
+    "training": ("metrics.jsonl", "loka train --model MODEL --plan {run}/plan.json --steps 500 --out {run}"),
 }
 
 # Folders below twins/, each with a metrics.jsonl: in high precision, in another one, by the plan.
@@ -70,11 +70,13 @@ def read_run(run: str | Path) -> Run:
     models: dict[str, str] = {}  # by part the fingerprint of its model
 
     def lacks(part: str, why: str) -> None:
-        missing.append(MissingPart(part, why, PARTS[part][1].format(run=quote(str(run)))))
+        named = quote(str(run).encode(errors="replace").decode())  # a name that is no text
+        missing.append(MissingPart(part, why, PARTS[part][1].format(run=named)))
 
     def read(part: str, load: Callable[[], Part]) -> Part | None:
         if not (path / PARTS[part][0]).exists():
-            lacks(part, f"there is no {PARTS[part][0]}")
+            if part != "comparison" or (path / "twins").is_dir():  # which only a demo makes, of its own model
+                lacks(part, f"there is no {PARTS[part][0]}")
             return None
         try:
             loaded = load()

@@ -12,7 +12,7 @@ from loka.core.record import FILE as RECORD_FILE
 from loka.core.record import Record
 from loka.data.batch import Batch
 from loka.dispatch.apply import apply_plan
-from loka.dispatch.differences import is_plan_of
+from loka.dispatch.differences import has_fingerprint
 from loka.dispatch.guard import Guard
 from loka.dispatch.swap import applied_to
 from loka.models.recommender import Recommender
@@ -36,7 +36,7 @@ def adapt(model: Recommender, config: TrainConfig, batches: Iterator[Batch]) -> 
         plan = Plan.load(config.plan)
         if plan.document.goal is not Goal.TRAINING:
             raise InvalidInput(f"{config.plan} is a plan for serving: loka plan RUN --goal training makes one to train by")
-        probed: nn.Module = model.dense_part if is_plan_of(model.dense_part, plan) else model
+        probed: nn.Module = model.dense_part if has_fingerprint(model.dense_part, plan.document.fingerprint) else model
         apply_plan(probed, plan, example=of_dense_part if probed is model.dense_part else (batch,))
 
 

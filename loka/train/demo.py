@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from loka.core.comparison import Comparison, QualityPair, TimePair, other_precision
 from loka.core.environment import current_environment
 from loka.core.errors import InvalidInput
+from loka.core.files import require_folder
 from loka.core.plan import Goal, Plan
 from loka.core.progress import Progress as PieceProgress
 from loka.core.recipe import Format
@@ -27,6 +28,7 @@ from loka.data.batch import Batch
 from loka.data.dataset import Dataset, open_dataset
 from loka.dispatch.apply import apply_plan
 from loka.dispatch.check import check_plan
+from loka.dispatch.differences import has_fingerprint
 from loka.dispatch.freeze import freeze
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
@@ -64,6 +66,7 @@ class Stage:
 
 def run_demo(settings: DemoSettings, out: str | Path, stage: Stage | None = None) -> Comparison:
     """Run every stage whose file is not in the folder ``out`` yet, and return the comparison of the twins."""
+    require_folder(out)
     demo = _Demo(settings, Path(out), stage or Stage())
     if (demo.folder / "comparison.json").exists():
         demo.stage.say("everything is here already: remove the folder, or name another, to start afresh")
@@ -74,6 +77,11 @@ def run_demo(settings: DemoSettings, out: str | Path, stage: Stage | None = None
         demo.plan(survey)
         demo.train_twins()
         return demo.compare()
+
+
+def has_begun(out: str | Path) -> bool:
+    """Whether there is something in the folder ``out`` that ``run_demo`` would go on from."""
+    return bool(list_checkpoints(RunFolder(out).checkpoints))
 
 
 class _Demo:
@@ -89,7 +97,8 @@ class _Demo:
         """record.safetensors, and the checkpoint that both twins start from."""
         self.stage.say(f"1/5  {self.settings.title}: Mods applied, trained under the Probe")
         if (self.folder / RECORD_FILE).exists():
-            if not list_checkpoints(RunFolder(self.folder).checkpoints):
+            model, record = self._trainer()[0].model.dense_part, Record.load(self.folder)
+            if not list_checkpoints(RunFolder(self.folder).checkpoints) or not has_fingerprint(model, record.fingerprint):
                 raise InvalidInput(f"{self.folder} holds the record of another run: name another folder, or move it away")
             return
         trainer, changes = self._trainer()

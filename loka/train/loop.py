@@ -155,7 +155,7 @@ def _check_finite(trainer: Trainer, data: Dataset) -> None:
     batch = next(data.train(config.batch_size, start=step))
     with autocast(config.precision, trainer.device):
         where = find_nonfinite(trainer.model, batch)
-    batch_file = Path(config.out) / f"batch-of-step-{step}.safetensors" if config.out else None
+    batch_file = Path(config.out) / f"batch-of-step-{step + 1}.safetensors" if config.out else None
     if batch_file:
         save_batch(batch_file, batch)
     raise NonFiniteLoss(step, where, batch_file)

@@ -19,13 +19,14 @@ _NEVER = torch.iinfo(torch.int64).max
 
 
 class NonFiniteLoss(LokaError, ArithmeticError):
-    """The loss became NaN or infinite; the message names the step, the module and the file that holds the batch."""
+    """The loss became NaN or infinite; the message names the step, counted from 1 as in the log, the module and the file that
+    holds the batch. ``step`` counts those done before it."""
 
     def __init__(self, step: int, where: str, batch_file: Path | None) -> None:
         self.step, self.where, self.batch_file = step, where, batch_file
         saved = f" The batch is in {batch_file}." if batch_file else ""
         super().__init__(
-            f"the loss of step {step} is not finite: {where}.{saved} "
+            f"the loss of step {step + 1} is not finite: {where}.{saved} "
             "Lower the learning rate, warm up longer, log-transform raw counts, or use a higher precision"
         )
 

@@ -31,7 +31,8 @@ def probe_workload(
 ) -> Record:
     """Train ``workload`` for ``steps`` steps, after making ``mods`` on it, and return what the Probe learned.
 
-    Batches begin anew when they end. An interrupt ends the training early: what was learned until then is returned.
+    Batches begin anew when they end. An interrupt, or a reader of its output who
+    has enough, ends the training early: what was learned until then is returned.
     """
     if steps < 1:
         raise InvalidInput(f"steps must be at least 1, got {steps}")
@@ -57,10 +58,11 @@ def probe_workload(
                 if step % every == 0:
                     progress.advance(f"step {step + 1} of {steps}, loss {_finite(loss, step):.4g}")
         return probe.record()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError) as stop:
         if probe.steps_seen <= 1:  # of the first nothing is known yet
             raise
-        progress.say(f"stopped at step {probe.steps_seen} of {steps}")
+        if isinstance(stop, KeyboardInterrupt):
+            progress.say(f"stopped at step {probe.steps_seen} of {steps}")
         return probe.record()
     finally:
         probe.detach()

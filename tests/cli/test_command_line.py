@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,18 @@ def test_a_full_disk_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         main()
     assert exited.value.code == 1
     assert capsys.readouterr().err == "loka: [Errno 28] No space left on device: 'run/record.safetensors'\n"
+
+
+@pytest.mark.parametrize("words", [("kernels",), ("--help",), ("report", "--json")])
+def test_a_reader_who_has_enough_gets_no_traceback(words: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loka", *words, *([str(tmp_path)] if "report" in words else [])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode in (1, 128 + signal.SIGPIPE)  # the former where rich prints
+    assert errors == ""
 
 
 def test_to_be_asked_to_end_is_to_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

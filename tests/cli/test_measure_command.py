@@ -8,7 +8,7 @@ from torch import nn
 
 import loka
 from loka.cli import app
-from loka.core.errors import InvalidFile
+from loka.core.errors import InvalidFile, LokaError
 from loka.core.survey import Survey
 
 
@@ -28,11 +28,29 @@ def test_measures_what_a_probe_recorded(tmp_path: Path, capsys: pytest.CaptureFi
     run(f"measure {tmp_path} --kernels torch.bf16 reference.rowwise --device cpu")
     survey = Survey.load(tmp_path)
     assert [site.site for site in survey.sites] == ["0", "2"]
+    assert survey.ceiling == survey.document.ceiling
+    assert Survey.load(tmp_path / "survey.json").document == survey.document
     assert {c.kernel for c in survey.sites[0].candidates} == {"torch.fp32", "torch.bf16", "reference.rowwise"}
     printed = capsys.readouterr().out
     assert "2 sites" in printed.splitlines()[0]
     assert "64×24×32" in printed
     assert f"Next: loka plan {tmp_path}" in printed.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"), [("torch.rowwise", "none of the kernels that were named"), ("", "no kernel is")]
+)
+def test_a_survey_of_nothing_does_not_take_the_place_of_one(tmp_path: Path, kernels: str, message: str) -> None:
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 1))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(64, 24)).square().mean().backward()
+    probe.record().save(tmp_path)
+    probe.detach()
+    (tmp_path / "survey.json").write_text("whole")
+    with pytest.raises(LokaError, match=message):
+        run(f"measure {tmp_path} --device cpu --kernels {kernels}")
+    assert (tmp_path / "survey.json").read_text() == "whole"
 
 
 def test_says_what_is_missing(tmp_path: Path) -> None:

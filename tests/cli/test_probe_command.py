@@ -50,14 +50,17 @@ def of_an_iterator():
 def of_no_module():
     return loka.Workload(model.forward, batches, loss)
 
-def interrupted():
+def interrupted(by=KeyboardInterrupt):
     def stop(model, batch):
         stop.calls += 1
         if stop.calls > 3:
-            raise KeyboardInterrupt
+            raise by
         return loss(model, batch)
     stop.calls = 0
     return loka.Workload(model, batches, stop)
+
+def cut_off():
+    return interrupted(BrokenPipeError)
 """
 
 
@@ -119,6 +122,12 @@ def test_an_interrupt_keeps_what_was_learned(own: str, capsys: pytest.CaptureFix
     assert "stopped at step 4 of 200" in capsys.readouterr().out
 
 
+def test_a_reader_who_has_enough_does_not_lose_what_was_learned(own: str) -> None:
+    with pytest.raises(SystemExit):
+        run(f"probe {own}:cut_off --every 1")
+    assert Record.load("run").sites["0"].statistics["moments"].tensors["count"] > 32
+
+
 def test_findings_are_printed_with_what_mends_them(own: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"probe {own}:stuck --steps 1")
     printed = " ".join(capsys.readouterr().out.split())
@@ -153,7 +162,7 @@ def test_a_typo_is_told(name: str, message: str) -> None:
         ("of_an_iterator", "an iterator that ended"),
         ("workload --batch-size 9", "batch_size cannot be set for own_workload:workload"),
         ("workload --steps 0", "steps must be at least 1"),
-        ("workload --every 0", "every must be at least 1"),
+        ("workload --every 0", "every must be a whole number, at least 1"),
         ("workload --mods no_bais", "no_bias"),
     ],
 )

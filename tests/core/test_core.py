@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+import loka
 from loka.core.environment import Environment, current_command, current_environment
 from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.files import atomic_path, atomic_write, require_folder
@@ -34,6 +36,35 @@ def test_sources_and_axes_of_a_role_are_the_gradients_of_linear(role: Role) -> N
     problem = GemmProblem.of(role, site, Format.FP32, CPU)
     assert (tuple(a.shape), tuple(b.shape)) == ((problem.m, problem.k), (problem.n, problem.k))
     torch.testing.assert_close(a @ b.t(), {Role.FPROP: y, Role.DGRAD: x.grad, Role.WGRAD: w.grad}[role])
+
+
+def wrong_kinds() -> dict[str, Callable[[], object]]:
+    model = torch.nn.Linear(4, 4)
+    return {
+        "loka.Record.load": lambda: loka.measure("run"),
+        "the record must be a Record, got NoneType": lambda: loka.Guard(model, None),
+        "loka.Survey.load": lambda: loka.make_plan("run"),
+        "loka.Plan.load": lambda: loka.apply_plan(model, "run"),
+        "the plan must be a Plan": lambda: loka.check_plan(model, None, [], loss=lambda model, batch: model(batch)),
+        "the model must be a Module": lambda: loka.Probe(None),
+        "got NoneType: give the model itself": lambda: loka.apply_mods(None),
+        "every must be a whole number": lambda: loka.Probe(model, every=1.5),
+        "memory_budget must be a whole number, at least 1, got '1GB'": lambda: loka.Probe(model, memory_budget="1GB"),
+    }
+
+
+@pytest.mark.parametrize("message", wrong_kinds())
+def test_what_is_of_another_kind_is_told_at_the_door(message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        wrong_kinds()[message]()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_and_not_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(InvalidInput, match=f"{tmp_path} cannot be written to: name another folder"):
+        atomic_write(tmp_path / "plan.json", "{}")
 
 
 def test_recipes_read_as_engineers_say_them() -> None:

@@ -32,7 +32,7 @@ NOT_HERE = {
     "make test": "is what runs this",
     "loka train --model dlrm --data movielens --data-path ml-1m": "real data stays outside",
     "loka train --model dcnv2 --data criteo --data-path train.txt --data-options.dense raw --skip-bad-rows": "real data",
-    "loka train --model wukong --plan run": "needs a plan of that model; tests/cli makes one",
+    "loka train --model wukong --plan run --steps 500": "needs a plan of that model; tests/cli makes one",
     "loka probe wukong-small@synthetic -o run": "probes a model of ours; tests/cli does it with a smaller one",
     "loka measure run --kernels torch.rowwise triton.rowwise --device cuda": "needs an NVIDIA GPU",
 }

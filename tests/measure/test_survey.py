@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from itertools import product
 from pathlib import Path
 
@@ -224,8 +225,21 @@ class TestSitesOfAllKinds:
     def test_one_that_was_never_called_is_said_to_be(self) -> None:
         record = record_of(site_record("a", normal_weight(), calls={}), site_record("b", normal_weight()))
         a, b = measure(record, kernels=TRUSTED).sites
-        assert (a.candidates, a.notes) == ((), ("never called while the Probe looked",))
+        assert (a.candidates, a.notes) == ((), ("never called while the Probe looked, or with no rows",))
         assert b.candidates
+
+    @pytest.mark.parametrize(
+        ("rows", "note"), [(torch.full((8, 16), math.nan), "every row that the Probe saw"), (torch.zeros(0, 16), "with no rows")]
+    )
+    def test_one_that_saw_no_number_says_so(self, rows: torch.Tensor, note: str) -> None:
+        model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))
+        probe = loka.Probe(model, every=1)
+        with probe.step():
+            model(rows).sum().backward()
+        first = measure(probe.record(), kernels=TRUSTED).sites[0]
+        probe.detach()
+        assert first.candidates == ()
+        assert note in first.notes[-1]
 
     def test_weights_of_another_dtype_than_the_gemms(self) -> None:
         """Autocast: fp32 weights, bf16 products; the weight's cast to bf16 is timed, x is bf16 already."""

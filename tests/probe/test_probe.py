@@ -402,7 +402,7 @@ def test_neighbours_are_recorded() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": 0}, "every must be at least 1"),
+        ({"every": 0}, "every must be a whole number, at least 1"),
         ({"rows": 0}, "rows must be"),
         ({"half_life": 0.0}, "half_life must be above 0"),
     ],

@@ -164,7 +164,7 @@ def test_a_save_that_fails_says_so_when_it_is_asked_for(tmp_path: Path) -> None:
     with probe.step():
         model(torch.randn(8, 12)).sum().backward()
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    with pytest.raises(InvalidInput, match="file is a file: name a folder"):
         probe.save(tmp_path / "file" / "run").result(timeout=30)
     probe.detach()
 

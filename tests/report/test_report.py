@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -177,8 +178,20 @@ class TestIncompleteRuns:
 
     def test_an_empty_one_names_every_part_and_its_command(self, tmp_path: Path) -> None:
         missing = {part.part: part.command for part in gather_page(read_run(tmp_path)).missing}
-        assert set(missing) == {"record", "survey", "plan", "comparison", "training"}
+        assert set(missing) == {"record", "survey", "plan", "training"}
+        assert "--steps" in missing["training"]
         assert missing["plan"] == f"loka plan {tmp_path}"
+
+    def test_a_comparison_is_missing_only_where_a_demo_has_begun(self, tmp_path: Path) -> None:
+        """Nothing else makes one."""
+        (tmp_path / "twins").mkdir()
+        missing = {part.part: part.command for part in gather_page(read_run(tmp_path)).missing}
+        assert missing["comparison"] == f"loka demo -o {tmp_path}"
+
+    def test_a_folder_whose_name_is_no_text(self, tmp_path: Path) -> None:
+        folder = tmp_path / os.fsdecode(b"bad\xff")
+        folder.mkdir()
+        assert "loka plan" in render_page(gather_page(read_run(folder)))
 
     @pytest.mark.parametrize("name", ["survey.json", "plan.json", "comparison.json", "record.safetensors"])
     def test_a_damaged_file_is_told_and_the_rest_is_shown(self, whole_run: Path, name: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from loka.data.dataset import open_dataset
 from loka.dispatch.check import check_plan
 from loka.models.registry import build_model
 from loka.planner.plan import make_plan
+from loka.probe.probe import Probe
 from loka.report.run import read_run
 from loka.train.config import Precision
-from loka.train.demo import Stage, run_demo
+from loka.train.demo import Stage, has_begun, run_demo
 from loka.train.demo_settings import DemoSettings
 from loka.train.twins import Twin, compare_quality, compare_times
 
@@ -89,6 +91,21 @@ def test_every_stage_leaves_its_file(whole: Path) -> None:
 def test_the_record_of_another_run_is_not_taken_for_a_stage_that_is_done(whole: Path, tmp_path: Path) -> None:
     """`loka probe` writes into the same folder by default."""
     shutil.copy(whole / "record.safetensors", tmp_path)
+    with pytest.raises(InvalidInput, match="holds the record of another run: name another folder"):
+        run_demo(TINY, tmp_path)
+    assert not has_begun(tmp_path)
+
+
+def test_nor_is_that_of_another_model_beside_checkpoints(whole: Path, tmp_path: Path) -> None:
+    """`loka train` may have written into that folder too."""
+    shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints")
+    assert has_begun(tmp_path)
+    model = torch.nn.Linear(4, 4)
+    probe = Probe(model)
+    with probe.step():
+        model(torch.randn(8, 4)).sum().backward()
+    probe.record().save(tmp_path)
+    probe.detach()
     with pytest.raises(InvalidInput, match="holds the record of another run: name another folder"):
         run_demo(TINY, tmp_path)
 
@@ -157,7 +174,8 @@ def test_times_are_taken_in_turns() -> None:
 
 def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
     """Ctrl-C as a terminal sends it, while the model trains."""
-    command = [sys.executable, "-m", "loka", "demo", "-o", str(tmp_path), "--device", "cpu"]
+    folder = tmp_path / "a run"
+    command = [sys.executable, "-m", "loka", "demo", "-o", str(folder), "--device", "cpu"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -171,7 +189,7 @@ def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert process.returncode in (130, -2)  # a shell's 130 either way: Python may end by the signal itself
-    assert f"`loka demo -o {tmp_path}` goes on where it stopped" in errors
+    assert f"`loka demo -o {shlex.quote(str(folder))}` begins again: there is no checkpoint yet" in errors
     assert "Traceback" not in errors
 
 

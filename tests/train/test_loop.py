@@ -96,7 +96,7 @@ def test_cuda_graphs_are_of_compiled_code_on_a_gpu(planted):
 @pytest.mark.parametrize("bad_step", [0, 7, 9])
 def test_a_loss_that_is_not_finite_names_step_batch_and_module(planted, tmp_path, bad_step):
     wanted = config(planted, steps=20, out=str(tmp_path), checkpoint_every=3, data_options={"inf_at": bad_step})
-    with pytest.raises(NonFiniteLoss, match=rf"step {bad_step} is not finite: dense_part\.[\w.]+ \(Linear\)") as caught:
+    with pytest.raises(NonFiniteLoss, match=rf"step {bad_step + 1} is not finite: dense_part\.[\w.]+ \(Linear\)") as caught:
         train(wanted)
     assert caught.value.step == bad_step
     assert caught.value.batch_file is not None
