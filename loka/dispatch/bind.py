@@ -13,6 +13,7 @@ from loka.kernels.executor import SiteKernels
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock, link_blocks
 from loka.nn.linear import why_not_swapped
+from loka.nn.stand_in import take_over, why_not_stood_in_for
 
 
 def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
@@ -63,7 +64,7 @@ def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap
     parts = {name: model.get_submodule(name) for name in site.block.absorbed}
     norm, activation, entry = (parts.get(name or "") for name in (site.block.norm, site.block.activation, site.block.entry))
     for name, part in parts.items():
-        if reason := _why_not_replaced(part):
+        if reason := why_not_stood_in_for(part) or _why_not_replaced(part):
             return f"would absorb {name}, which {reason}"
     if isinstance(entry, BlockNorm):
         entry = entry.over(module.in_features) or entry
@@ -74,6 +75,8 @@ def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap
     if block.why_reference:
         return f"{site.block.kernel} cannot run here: {block.why_reference}"
     absorbed = [Swap(part, PassThrough(site.site)) for part in parts.values()]
+    for swap in absorbed:
+        take_over(swap.original, swap.current)
     return [Swap(module, block), *absorbed]
 
 

@@ -108,6 +108,8 @@ def check_plan(
         if value is not None and math.isnan(value):
             raise InvalidInput(f"{name} must be a number, got {value}")
     is_training = plan.document.goal is Goal.TRAINING
+    if is_training and torch.is_inference_mode_enabled():
+        raise InvalidInput("a training plan is checked by gradients: call check_plan outside of torch.inference_mode()")
     limit = MAX_LOSS_CHANGE[plan.document.goal] if max_loss_change is None else max_loss_change
     learned = _learned_by(model, loss, held_out) if is_training else frozenset()  # serving never asks for gradients
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)

@@ -12,6 +12,7 @@ from loka.dispatch.swap import Swap, carry_hooks, forget, put_back, put_in, requ
 from loka.nn.blocks import find_blocks
 from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
+from loka.nn.stand_in import pass_on
 from loka.nn.unwrap import unwrapped
 
 
@@ -45,15 +46,18 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     modules = {site: applied.module(site) for site in applied.sites}
     kept = set(modules.values()) if keep_weight else _read_elsewhere(model, modules)
     frozen: dict[nn.Module, Frozen] = _frozen_blocks(modules.values(), kept)
+    by_their_weights = []
     for site, planned in modules.items():
         if not isinstance(planned, PlannedLinear):
             continue
         if site in bypassed or not planned.executor.operand_forms(Role.FPROP)[1].spec.format.is_8bit:
-            put_back(model, applied.swaps[site])  # served by its own weight, or its gradients alone were planned
+            by_their_weights += applied.swaps[site]  # the way to them passes by, or their gradients alone were planned
         else:
             frozen[planned] = FrozenLinear(planned, keep_weight=planned in kept)
     for planned, current in frozen.items():
+        pass_on(planned, current)
         carry_hooks(planned, current)
+    put_back(model, by_their_weights)
     put_in(model, [Swap(planned, current) for planned, current in frozen.items()])
     applied.swaps = {site: [Swap(frozen[old], frozen[old])] for site, old in modules.items() if old in frozen}
     forget(model, frozen=True)

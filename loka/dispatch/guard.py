@@ -119,6 +119,12 @@ class Guard:
 
     def resume(self, steps: int, events: Iterable[GuardEvent]) -> None:
         """Go on as a Guard that has seen ``steps`` and given back what ``events`` say, at once and without another word."""
+        events = [event for event in events if event not in self.events]
+        planned = {site.site for site in self._applied.plan.sites}
+        if unknown := next((event.site for event in events if event.site not in planned), None):
+            raise InvalidInput(
+                f"{unknown} is no site of the plan that is applied: these are the events of another model's Guard"
+            )
         self.steps_seen = steps
         for event in events:
             self._sites.pop(event.site, None)

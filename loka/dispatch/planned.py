@@ -11,18 +11,19 @@ from loka.dispatch.rows import RowLimits, row_limits
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 from loka.nn.linear import LokaLinear
-from loka.numerics.formats import format_of
+from loka.numerics.formats import format_of, is_format
 
 
 class PlannedLinear(LokaLinear):
-    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, or those are nested, and
-    counts such calls."""
+    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, or its dtype, or those are
+    nested, and counts such calls."""
 
     rows: RowLimits
     high_precision_calls: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        if not input.is_nested and self.rows.take(input.numel() // self.in_features):
+        is_taken = not input.is_nested and self.rows.take(input.numel() // self.in_features)
+        if is_taken and is_format(self.weight.dtype):
             return super().forward(input)
         self.high_precision_calls.add_(1)  # a tensor: a Python counter would recompile at every call
         return F.linear(input, self.weight, self.bias)

@@ -9,6 +9,7 @@ from loka.core.errors import InvalidInput
 from loka.core.plan import Plan
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
+from loka.nn.stand_in import give_back_attributes
 from loka.nn.unwrap import unwrapped
 
 # Of calls alone: those of state dicts are a stand-in's own.
@@ -110,12 +111,13 @@ def put_in(model: nn.Module, swaps: Iterable[Swap]) -> None:
 
 
 def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
-    """Set each ``original`` back, with the parameters, the mode and the users' hooks that its stand-in has now."""
+    """Set each ``original`` back, with parameters, mode, and the users' hooks and attributes as its stand-in has them now."""
     swaps = list(swaps)
     for swap in swaps:
         if isinstance(swap.current, PlannedLinear | FusedBlock):
             swap.original._parameters.update(swap.current._parameters)
             carry_hooks(swap.current, swap.original)
+        give_back_attributes(swap.current, swap.original)
         swap.original.train(swap.current.training)
     _replace(model, {id(swap.current): swap.original for swap in swaps})
 

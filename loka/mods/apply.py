@@ -17,6 +17,7 @@ from loka.nn.blocks import FoundBlocks, find_blocks
 from loka.nn.graph import left_as_it_was, names_inside_torch
 from loka.nn.graph_run import record_run
 from loka.nn.held import refuse_held_in_lists
+from loka.nn.stand_in import take_over
 from loka.nn.unwrap import Example, arguments_of
 
 
@@ -145,6 +146,8 @@ def _make(model: nn.Module, steps: list[_Step]) -> Callable[[], None]:
     for step in steps:
         old = step.place.module
         new = step.mod.replace(replace(step.place, module=now.get(id(old), old)))
+        if new is not old:
+            take_over(old, new)
         now[id(old)] = new.train(old.training)
     # A module under several names is replaced under all of them.
     for parent in list(model.modules()):

@@ -16,6 +16,7 @@ from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
 from loka.nn.fused_steps import WeightCodes, cast_weight, recasting_weight
 from loka.nn.linear import as_read, output_dtype, own_weight, require_input
+from loka.nn.stand_in import take_over
 from loka.nn.weight_casts import (
     drop_casts,
     holds_casts_of,
@@ -69,6 +70,7 @@ class FusedBlock(nn.Module):
         """A block that shares the very parameters of ``linear``, so that its optimizer goes on as it was."""
         bias = linear._parameters.get("bias")
         block = cls(own_weight(linear), bias if isinstance(bias, nn.Parameter) else None, norm, activation, entry)
+        take_over(linear, block)
         return block.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand
 from loka.kernels.transforms import TransformVectors, center_shift, checked_vector
 from loka.nn.site import run_site
+from loka.nn.stand_in import pass_on, take_over, why_not_stood_in_for
 from loka.nn.weight_casts import (
+    drop_casts,
     holds_casts_of,
     holds_current_casts,
     keep_current,
@@ -23,6 +25,7 @@ from loka.nn.weight_casts import (
     store_casts,
     stored_cast,
 )
+from loka.numerics.formats import format_of, is_format
 
 
 class LokaLinear(nn.Linear):
@@ -63,10 +66,12 @@ class LokaLinear(nn.Linear):
         module.weight, module.bias = own_weight(linear), linear.bias
         module.training = linear.training
         module._bind(kernels, transform, vector)
+        (pass_on if isinstance(linear, LokaLinear) else take_over)(linear, module)
         return module
 
     def forward(self, input: Tensor) -> Tensor:
         require_input(input, self.weight)
+        format_of(self.weight.dtype)  # refuses one that is not cast
         operands, vectors = self._held_casts() if holds_current_casts(self) else self._made_casts()
         x_MK = as_read(input).reshape(-1, self.in_features)
         y_MN = run_site(self.executor, x_MK, self.weight, self.bias, operands, vectors)
@@ -75,7 +80,11 @@ class LokaLinear(nn.Linear):
     @torch.inference_mode(False)  # in which a cast could not be written again outside of it
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
-        """Cast the weight again, into the buffers that are there."""
+        """Cast the weight again, into the buffers that are there. One of a dtype that nothing casts has no casts: raising here
+        would leave the model that is being converted half so."""
+        if not is_format(self.weight.dtype):
+            drop_casts(self)
+            return
         weight_NK, casts = self.weight.detach(), self._shift()
         for index, operand in enumerate(self._cast_weight()):
             assert operand.scale is not None
@@ -127,6 +136,7 @@ class LokaLinear(nn.Linear):
 
     @torch.inference_mode(False)
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
+        format_of(self.weight.dtype)  # refuses others
         self.executor = SiteExecutor(kernels, transform)
         self.kernels, self.transform = kernels, self.executor.transform
         if (vector is None) != (self.transform is Transform.NONE):
@@ -170,12 +180,12 @@ class LokaLinear(nn.Linear):
 
 
 def why_not_swapped(linear: nn.Linear) -> str | None:
-    """Why no other module can stand in for the layer: a subclass may compute something else."""
+    """Why no other module can stand in for the layer: a subclass may compute something else, and so may what it holds."""
     if type(linear) is not nn.Linear:
         return f"is a {type(linear).__name__}, and only torch.nn.Linear is swapped"
     if not isinstance(linear._parameters.get("weight"), nn.Parameter):
         return "holds no weight of its own, but makes one in every call: remove its weight norm or the like first"
-    return None
+    return why_not_stood_in_for(linear)
 
 
 def own_weight(linear: nn.Linear) -> nn.Parameter:

@@ -58,6 +58,10 @@ def torch_dtype(format: Format) -> torch.dtype:
     return _DTYPES[format.value]
 
 
+def is_format(dtype: torch.dtype) -> bool:
+    return dtype in _FORMATS
+
+
 def format_of(dtype: torch.dtype) -> Format:
     """The format a tensor of ``dtype`` is in."""
     if dtype not in _FORMATS:

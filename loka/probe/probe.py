@@ -79,7 +79,7 @@ class Probe:
         self._sites = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
         if not self._sites:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
-        for name, site in self._sites.items():  # what could not be measured, before a run is spent on it
+        for name, site in self._sites.items():
             _require_measurable(name, site)
         self._device = self._one_device()
         self._rows = rows
@@ -189,6 +189,7 @@ class Probe:
             for name, site in self._learning.items():
                 calls = seen.trained_calls(name)
                 if calls:
+                    _require_baseline(name, calls[-1].dtype)
                     self._dtypes[name] = calls[-1].dtype
                 rows = site.look(calls, seen.dw_NK.get(name), all_finite=all_finite)
                 if rows is not None and site.may_wait:
@@ -269,10 +270,14 @@ def _writer() -> ThreadPoolExecutor:
 def _require_measurable(name: str, site: nn.Linear) -> None:
     if isinstance(site._parameters.get("weight"), UninitializedParameter):
         raise InvalidInput(f"{name} has no shape yet: run the model once on a batch, then probe it")
-    dtype = weight_of(site).dtype
+    _require_baseline(name, weight_of(site).dtype)
+
+
+def _require_baseline(name: str, dtype: torch.dtype) -> None:
+    """Refuse what could not be measured, before a run is spent on it."""
     if dtype not in (torch.float32, torch.bfloat16):
         told = str(dtype).removeprefix("torch.")
-        raise InvalidInput(f"{name} is {told}, for which there is no baseline to compare with: use float32 or bfloat16")
+        raise InvalidInput(f"{name} runs in {told}, for which there is no baseline to compare with: use float32 or bfloat16")
 
 
 def _with_findings(record: Record) -> Record:

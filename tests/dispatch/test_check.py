@@ -353,6 +353,8 @@ def test_every_pass_begins_where_the_model_was() -> None:
 def test_mistakes_get_a_message() -> None:
     model = tower()
     plan = plan_for(model, {"bottom": ROWWISE})
+    with pytest.raises(InvalidInput, match="call check_plan outside of"), torch.inference_mode():
+        loka.check_plan(model, plan, [batch()], loss=lambda model, x: model(x).mean())
     with pytest.raises(InvalidInput, match="nothing to check on: give at least one held-out batch"):
         check(plan, batches=[])
     with pytest.raises(InvalidInput, match="repeats must be at least 1, got 0"):

@@ -1,5 +1,6 @@
 """The Guard: trips on data that 8 bits no longer hold, and on nothing else."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -16,7 +17,7 @@ from loka.core.plan import BlockPlan
 from loka.core.recipe import Format, Scaling, Transform
 from loka.core.record import Record
 from loka.dispatch.drift import Cast, SiteCasts, feature_energy, predicted_errors
-from loka.dispatch.guard import MOST_CALLS, _pick
+from loka.dispatch.guard import MOST_CALLS, GuardEvent, _pick
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
@@ -192,7 +193,7 @@ def test_mistakes_get_a_message() -> None:
     with pytest.raises(InvalidInput, match="no plan is applied"):
         loka.Guard(model, record)
     loka.apply_plan(model, plan_for(model, {"bottom": INT8}))
-    with pytest.raises(InvalidInput, match="every must be at least 1, got 0"):
+    with pytest.raises(InvalidInput, match="every must be a whole number, at least 1, got 0"):
         loka.Guard(model, record, every=0)
     with pytest.raises(InvalidInput, match="max_error must be above 0, got -1"):
         loka.Guard(model, record, max_error=-1)
@@ -323,3 +324,16 @@ def test_a_resumed_guard_counts_on() -> None:
     guard._check = lambda seen: checks.append(guard.steps_seen - 1)  # type: ignore[method-assign]
     run(model, guard, [batch(20)] * 5)
     assert checks == [10]
+
+
+def test_a_guard_is_resumed_with_its_own_events_once() -> None:
+    _, guard = guarded(every=5)
+    site = next(iter(guard._sites))
+    event = GuardEvent(3, site, Role.FPROP, 1.0, 0.1, 0.2)
+    with pytest.raises(InvalidInput, match="nowhere is no site of the plan that is applied"):
+        guard.resume(7, [event, dataclasses.replace(event, site="nowhere")])
+    assert guard.steps_seen == 0
+    assert guard.events == []
+    guard.resume(7, [event])
+    guard.resume(7, [event])
+    assert guard.events == [event]

@@ -229,7 +229,8 @@ class TestSitesOfAllKinds:
         assert b.candidates
 
     @pytest.mark.parametrize(
-        ("rows", "note"), [(torch.full((8, 16), math.nan), "every row that the Probe saw"), (torch.zeros(0, 16), "with no rows")]
+        ("rows", "note"),
+        [(torch.full((8, 16), math.nan), "every row that the Probe saw"), (torch.zeros(0, 16), "with no rows")],
     )
     def test_one_that_saw_no_number_says_so(self, rows: torch.Tensor, note: str) -> None:
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 1))

@@ -101,6 +101,14 @@ class TestLeftAlone:
             "no_bias 5": "is a prediction head: it has one output",
         }
 
+    def test_a_norm_that_holds_more_and_one_that_says_more(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+        model[1].gain, model[3].mult = nn.Parameter(torch.ones(4)), 2.0  # type: ignore[assignment]
+        report = loka.apply_mods(model, ["block_norm"])
+        assert reasons(report)["block_norm 1"].startswith("holds gain too")
+        assert isinstance(model[3], loka.BlockNorm)
+        assert model[3].mult == 2.0
+
     def test_what_has_been_tampered_with(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
         torch.nn.utils.parametrizations.weight_norm(model[0])

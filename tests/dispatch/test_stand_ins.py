@@ -1,0 +1,139 @@
+"""What users hang on their layers, and do with models that hold stand-ins for them."""
+
+import copy
+
+import pytest
+import torch
+from plans import ROWWISE, Tower, batch, plan_for, tower
+from torch import nn
+
+import loka
+from loka.core.errors import InvalidInput, KernelUnavailable
+from loka.core.plan import BlockPlan, Goal
+from loka.dispatch.planned import PassThrough, PlannedLinear
+from loka.nn.fused_block import FusedBlock
+
+SITES = {"bottom": ROWWISE, "top.0": ROWWISE}
+
+
+def hang(layer: nn.Linear, what: str) -> None:
+    if what == "gain":
+        layer.gain = nn.Parameter(torch.ones(32))
+    elif what == "seen":
+        layer.register_buffer("seen", torch.zeros(()))
+    else:
+        layer.add_module("lora", nn.Linear(24, 32))
+
+
+class TestWhatALayerHolds:
+    @pytest.mark.parametrize("what", ["gain", "seen", "lora"])
+    def test_keeps_it_as_it_is(self, what: str) -> None:
+        """A stand-in has the weight and the bias alone: the rest would neither train nor be saved."""
+        model = tower()
+        hang(model.bottom, what)
+        plan = plan_for(model, SITES)
+        state = list(model.state_dict())
+        with pytest.raises(KernelUnavailable, match=rf"bottom holds {what} too"):
+            loka.apply_plan(model, plan)
+        assert type(model.bottom) is nn.Linear
+        applied = loka.apply_plan(model, plan, on_missing="high_precision")
+        assert list(applied.fell_back) == ["bottom"]
+        assert list(model.state_dict()) == state
+
+    def test_is_told_by_the_probe(self) -> None:
+        model = tower()
+        hang(model.bottom, "lora")
+        probe = loka.Probe(model, every=1)
+        with probe.step():
+            model(batch()).sum().backward()
+        stays = {name: site.stays for name, site in probe.record().sites.items()}
+        probe.detach()
+        assert stays["bottom"] is not None
+        assert stays["bottom"].startswith("holds lora too")
+        assert stays["top.0"] is None
+
+    def test_of_what_a_block_would_absorb(self) -> None:
+        model = nn.Sequential(nn.Linear(32, 32, bias=False), loka.BlockNorm(32), nn.Hardswish(), nn.Linear(32, 1))
+        model[1].gain = nn.Parameter(torch.ones(32))
+        with pytest.raises(KernelUnavailable, match=r"would absorb 1, which holds gain too"):
+            loka.apply_plan(model, plan_for(model, {"0": BlockPlan("triton.block", "1", "2", False, None)}))
+
+
+class TestPlainAttributes:
+    """A number, a name, whatever forward reads."""
+
+    def test_are_on_what_stands_there_and_come_back(self) -> None:
+        model = tower()
+        model.bottom.scale, model.bottom._note = 3.0, ["mine"]  # type: ignore[assignment]
+        loka.apply_plan(model, plan_for(model, SITES))
+        assert isinstance(model.bottom, PlannedLinear)
+        assert (model.bottom.scale, model.bottom._note) == (3.0, ["mine"])
+        assert copy.deepcopy(model).bottom.scale == 3.0
+        model.bottom.scale = 4.0  # type: ignore[assignment]
+        loka.restore(model)
+        assert type(model.bottom) is nn.Linear
+        assert model.bottom.scale == 4.0
+
+    def test_are_served(self) -> None:
+        model = tower()
+        model.bottom.gain = 3.0  # type: ignore[assignment]
+        loka.apply_plan(model, plan_for(model, SITES, goal=Goal.SERVING))
+        loka.freeze(model, drop_high_precision=True)
+        assert model.bottom.gain == 3.0
+
+    def test_of_a_name_that_the_stand_in_uses_itself(self) -> None:
+        """Forward would read ours in its place."""
+        model = tower()
+        model.bottom.rows = 3  # type: ignore[assignment]
+        with pytest.raises(KernelUnavailable, match=r"bottom has an attribute 'rows', which the PlannedLinear in its place"):
+            loka.apply_plan(model, plan_for(model, SITES))
+        del model.bottom.rows
+        model.bottom.scale = 3.0  # type: ignore[assignment]
+        loka.apply_plan(model, plan_for(model, SITES, goal=Goal.SERVING))
+        with pytest.raises(
+            InvalidInput, match="has an attribute 'scale', which the FrozenLinear in its place has too: rename it"
+        ):
+            loka.freeze(model)
+        assert model.bottom.scale == 3.0
+        assert [type(model.bottom), type(model.top[0])] == [PlannedLinear, PlannedLinear]
+
+    def test_of_what_a_block_absorbs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: setattr(self, "why_reference", None))
+        model = nn.Sequential(nn.Linear(32, 32, bias=False), loka.BlockNorm(32), nn.Hardswish(), nn.Linear(32, 1))
+        model[0].scale, model[1].mult, model[2].name = 3.0, 2.0, "act"  # type: ignore[assignment]
+        loka.apply_plan(model, plan_for(model, {"0": BlockPlan("triton.block", "1", "2", False, None)}))
+        assert [type(model[index]) for index in range(3)] == [FusedBlock, PassThrough, PassThrough]
+        assert (model[0].scale, model[1].mult, model[2].name) == (3.0, 2.0, "act")
+
+
+class TestADtypeThatNothingCasts:
+    def planned(self) -> Tower:
+        model = tower()
+        loka.apply_plan(model, plan_for(model, SITES))
+        return model
+
+    def test_runs_in_high_precision_and_is_counted(self) -> None:
+        model, x = self.planned(), batch().double()
+        model.double()
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+        torch.testing.assert_close(model(x), tower().double()(x), rtol=0, atol=0)
+        assert isinstance(model.bottom, PlannedLinear)
+        assert int(model.bottom.high_precision_calls) == 1
+
+    def test_learns_and_comes_back(self) -> None:
+        model, expected = self.planned(), self.planned()
+        before = expected(batch())
+        model.double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model(batch().double()).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        model.float()
+        assert torch.equal(model(batch()), before)
+        assert isinstance(model.bottom, PlannedLinear)
+        assert int(model.bottom.high_precision_calls) == 1
+
+    def test_can_be_restored(self) -> None:
+        model = self.planned().double()
+        loka.restore(model)
+        assert model(batch().double()).dtype is torch.float64
