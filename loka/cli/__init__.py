@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 
 from cyclopts import App, Group
 
@@ -40,6 +41,7 @@ def main() -> None:
     """Run the command line; a user's mistake or a full disk prints one message and exits with 1, never a traceback. Asked to
     end, by SIGTERM, it stops as by Ctrl-C: what was done so far is kept."""
     signal.signal(signal.SIGTERM, _interrupt)
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # twenty lines of C++, for a CPU without products in bf16
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no ×
