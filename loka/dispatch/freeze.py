@@ -14,6 +14,7 @@ from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
 from loka.nn.stand_in import pass_on
 from loka.nn.unwrap import unwrapped
+from loka.nn.weight_casts import held
 
 
 @dataclass(frozen=True)
@@ -86,5 +87,6 @@ def _frozen_blocks(modules: Iterable[nn.Module], kept: Collection[nn.Module]) ->
 
 def _bytes(model: nn.Module) -> int:
     """Of every tensor once, however many names it has."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    beside = (tensor for module in model.modules() for tensor in held(module).values())
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *beside)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

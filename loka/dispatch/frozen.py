@@ -130,7 +130,7 @@ class FrozenLinear(Frozen):
         self.executor, self.kernel = planned.executor, planned.kernels.fprop
         self.rows = planned.row_limits(Role.FPROP)
         self._form = self.executor.operand_forms(Role.FPROP)[1]
-        self.register_buffer("features", planned._buffers["_transform_vector"], persistent=not keep_weight)
+        self.register_buffer("features", planned.transform_vector, persistent=not keep_weight)
         self._hold(planned.weight)
 
     def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:

@@ -177,7 +177,7 @@ class _Watched:
         x_RK, dy_RN = record.sites[site].sample(rows, torch.Generator(device).manual_seed(0))
         casts, features_K = SiteCasts.of_block(), None
         if isinstance(module, PlannedLinear):
-            casts, features_K = SiteCasts.of(module.executor), module._buffers["_transform_vector"]
+            casts, features_K = SiteCasts.of(module.executor), module.transform_vector
         energy_K = feature_energy(x_RK, _weight(module), casts.transform, features_K)
         watched = cls(module, casts, features_K, energy_K, {})
         watched.recorded = {role: float(error) for role, error in watched.errors(x_RK, dy_RN).items()}

@@ -11,7 +11,10 @@ from loka.dispatch.rows import RowLimits, row_limits
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 from loka.nn.linear import LokaLinear
+from loka.nn.weight_casts import hold
 from loka.numerics.formats import format_of, is_format
+
+_COUNTER = "high_precision_calls"
 
 
 class PlannedLinear(LokaLinear):
@@ -19,20 +22,22 @@ class PlannedLinear(LokaLinear):
     nested, and counts such calls."""
 
     rows: RowLimits
-    high_precision_calls: Tensor
+
+    @property
+    def high_precision_calls(self) -> Tensor:
+        """How many there were: a tensor, for a Python counter would recompile at every call."""
+        return getattr(self._held, _COUNTER)
 
     def forward(self, input: Tensor) -> Tensor:
         is_taken = not input.is_nested and self.rows.take(input.numel() // self.in_features)
         if is_taken and is_format(self.weight.dtype):
             return super().forward(input)
-        self.high_precision_calls.add_(1)  # a tensor: a Python counter would recompile at every call
+        self.high_precision_calls.add_(1)
         return F.linear(input, self.weight, self.bias)
 
     @torch.inference_mode(False)
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
-        # In front of the casts, as in a copy, which makes those anew: averages of models go through both buffer by buffer.
-        calls = torch.zeros((), dtype=torch.int64, device=self.weight.device)
-        self.register_buffer("high_precision_calls", calls, persistent=False)
+        hold(self, _COUNTER, torch.zeros((), dtype=torch.int64, device=self.weight.device))
         super()._bind(kernels, transform, vector)
         self.rows = self.row_limits(*self.executor.kernels)
 

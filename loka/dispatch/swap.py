@@ -96,7 +96,6 @@ def refuse_frozen(model: nn.Module) -> None:
 
 def remember(model: nn.Module, applied: AppliedPlan) -> None:
     model.__dict__[_REMEMBERED] = applied
-    _keep_casts_out_of_ddp(model, applied)
 
 
 def forget(model: nn.Module, *, frozen: bool = False) -> None:
@@ -136,16 +135,3 @@ def _replace(model: nn.Module, now: Mapping[int, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child is not None and id(child) in now:
                 parent._modules[name] = now[id(child)]
-
-
-def _keep_casts_out_of_ddp(model: nn.Module, applied: AppliedPlan) -> None:
-    """Casts follow from the weights, which every rank has: DistributedDataParallel need not send them, nor can it send FP8."""
-    ours = {id(applied.module(site)) for site in applied.sites}
-    names = [
-        f"{name}.{buffer}"
-        for name, module in model.named_modules()
-        if id(module) in ours
-        for buffer, _ in module.named_buffers(recurse=False)
-    ]
-    before = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted({*before, *names}))

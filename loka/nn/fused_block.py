@@ -128,7 +128,7 @@ class FusedBlock(nn.Module):
         return WeightCodes(*(stored_cast(self, name) for name in WeightCodes._fields))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FusedBlock":
-        """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""
+        """8-bit codes are made anew."""
         super()._apply(fn, recurse)
         self.refresh_weight_casts()
         return self

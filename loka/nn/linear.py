@@ -16,9 +16,11 @@ from loka.nn.site import run_site
 from loka.nn.stand_in import pass_on, take_over, why_not_stood_in_for
 from loka.nn.weight_casts import (
     drop_casts,
+    hold,
     holds_casts_of,
     holds_current_casts,
     keep_current,
+    move_held,
     refresh_after_load,
     rewrite_casts,
     state_without_casts,
@@ -27,12 +29,14 @@ from loka.nn.weight_casts import (
 )
 from loka.numerics.formats import format_of, is_format
 
+_VECTOR = "transform_vector"
+
 
 class LokaLinear(nn.Linear):
     """A linear layer whose fprop, dgrad and wgrad each run on a kernel of their own.
 
-    Parameters and ``state_dict`` are those of ``nn.Linear``; the 8-bit copies of the weight, and the vector of a transform,
-    are non-persistent buffers.
+    Parameters, buffers and ``state_dict`` are those of ``nn.Linear``: the 8-bit copies of the weight, and the vector of a
+    transform, are held beside them.
     """
 
     def __init__(
@@ -108,8 +112,13 @@ class LokaLinear(nn.Linear):
         )
         store_casts(self, self._shift())
 
+    @property
+    def transform_vector(self) -> Tensor | None:
+        """Of each feature of x, for the transform: its mean or its scale."""
+        return getattr(self._held, _VECTOR) if self.transform is not Transform.NONE else None
+
     def _cast_weight(self) -> tuple[Operand, ...]:
-        features_K = self._buffers["_transform_vector"]
+        features_K = self.transform_vector
         vectors = None if features_K is None else TransformVectors(features_K)
         return tuple(cast(TensorName.W, self.weight.detach(), self._cached_forms, vectors))
 
@@ -124,7 +133,7 @@ class LokaLinear(nn.Linear):
 
     def _shift(self) -> dict[str, Tensor]:
         """What a centered site adds behind its product, of the weight as it is."""
-        features_K = self._buffers["_transform_vector"]
+        features_K = self.transform_vector
         if features_K is None or self.transform is not Transform.CENTER:
             return {}
         return {"shift": center_shift(self.weight.detach(), features_K)}
@@ -142,7 +151,7 @@ class LokaLinear(nn.Linear):
         if (vector is None) != (self.transform is Transform.NONE):
             raise InvalidInput("center and rescale take a vector each, and only they do: pass transform and vector together")
         features_K = None if vector is None else checked_vector(self.transform, vector.to(self.weight.device), self.in_features)
-        self.register_buffer("_transform_vector", features_K, persistent=False)
+        hold(self, _VECTOR, features_K)
         self._cached_forms: tuple[Form, ...] = tuple(
             form for form in self.executor.forms[TensorName.W] if form.spec.format.is_8bit
         )
@@ -159,14 +168,13 @@ class LokaLinear(nn.Linear):
         return operands
 
     def _vectors(self, shift_N: Tensor | None) -> TransformVectors | None:
-        return None if self.transform is Transform.NONE else TransformVectors(self.get_buffer("_transform_vector"), shift_N)
+        features_K = self.transform_vector
+        return None if features_K is None else TransformVectors(features_K, shift_N)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LokaLinear":
-        """Moving or converting the module would convert 8-bit codes as if they were values: they are made anew instead."""
-        features_K = self._buffers["_transform_vector"]
+        """8-bit codes are made anew, and what else is held moves along, in the dtype that it has."""
         super()._apply(fn, recurse)
-        if features_K is not None:  # moved, but FP32 as it was
-            self._buffers["_transform_vector"] = features_K.to(self.weight.device)
+        move_held(self, self.weight.device)
         self.refresh_weight_casts()
         return self
 

@@ -24,7 +24,8 @@ class HoldsWeightCasts(Protocol):
     def recast_after_step(self) -> None: ...
 
 
-PREFIX = "_weight_"  # of the buffers that hold casts
+_HELD = "_held"
+_CASTS = "weight_"  # with which the names of casts begin
 _CAST_OF = "_cast_of"  # the weight that was cast, and its mark
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _hook_installed = False
@@ -38,6 +39,11 @@ class _CastOf(NamedTuple):
 class _Rewrite(NamedTuple):
     place: tuple[object, ...]  # the weight's shape and strides, addresses of it and its casts
     run: Callable[[], None]
+
+
+class _Held(nn.Module):
+    """What a stand-in holds beside its parameters: in buffers, which compiled graphs know to stay where they are, but not in
+    the model's own. Averages of models go through those of both one by one, and DistributedDataParallel sends them."""
 
 
 _rewrites: weakref.WeakKeyDictionary[nn.Module, _Rewrite] = weakref.WeakKeyDictionary()  # not in the modules: they are pickled
@@ -100,27 +106,48 @@ def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
     return [holder for holder in list(_holders) if holder in within]
 
 
+def hold(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    """Hold ``tensor`` beside the parameters of ``module``: in no buffer or ``state_dict`` of the model, nor moved with it."""
+    if _HELD not in vars(module):
+        vars(module)[_HELD] = _Held()  # past nn.Module, which would make a submodule of it
+    vars(module)[_HELD].register_buffer(name, tensor)
+
+
+def held(module: nn.Module) -> dict[str, Tensor]:
+    """What ``module`` holds beside its parameters, by name."""
+    buffers = vars(module)[_HELD]._buffers if _HELD in vars(module) else {}
+    return {name: tensor for name, tensor in buffers.items() if tensor is not None}
+
+
+def move_held(module: nn.Module, device: torch.device) -> None:
+    """What ``module`` holds but casts, which are made anew."""
+    for name, tensor in held(module).items():
+        if not name.startswith(_CASTS):
+            hold(module, name, tensor.to(device))
+
+
 @torch.no_grad()
 def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
-    """Hold ``casts`` in non-persistent buffers. One that is there is written in place: captured graphs see the new values."""
+    """Hold ``casts``. One that is there is written in place: captured graphs see the new values."""
+    there = held(module)
     for name, cast in casts.items():
-        held = module._buffers.get(PREFIX + name)
-        if held is None or (held.shape, held.dtype, held.device) != (cast.shape, cast.dtype, cast.device):
-            module.register_buffer(PREFIX + name, cast, persistent=False)
+        old = there.get(_CASTS + name)
+        if old is None or (old.shape, old.dtype, old.device) != (cast.shape, cast.dtype, cast.device):
+            hold(module, _CASTS + name, cast)
             _rewrites.pop(module, None)  # it would keep alive what lay there before
         else:
-            held.copy_(cast)
+            old.copy_(cast)
     _note_cast_of(module)
 
 
 def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
     """Whether casts are held where ``weight`` lies: somebody may have moved its data."""
-    held = _held_casts(module)
-    return bool(held) and all(buffer.device == weight.device for buffer in held)
+    casts = _held_casts(module)
+    return bool(casts) and all(cast.device == weight.device for cast in casts)
 
 
 def _held_casts(module: nn.Module) -> list[Tensor]:
-    return [buffer for name, buffer in module._buffers.items() if name.startswith(PREFIX) and buffer is not None]
+    return [tensor for name, tensor in held(module).items() if name.startswith(_CASTS)]
 
 
 def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Callable[[], None]]) -> None:
@@ -134,20 +161,23 @@ def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Calla
 
 
 def stored_cast(module: nn.Module, name: str) -> Tensor:
-    return getattr(module, PREFIX + name)  # get_buffer looks for submodules first, which takes longer than a small cast
+    return getattr(module._held, _CASTS + name)
 
 
 def drop_casts(module: nn.Module) -> None:
     _rewrites.pop(module, None)
-    for name in [name for name in module._buffers if name.startswith(PREFIX)]:
-        del module._buffers[name]
+    for name in held(module):
+        if name.startswith(_CASTS):
+            delattr(vars(module)[_HELD], name)
 
 
 def state_without_casts(module: nn.Module) -> dict[str, Any]:
     """What copies and pickles carry: the weight, from which casts are made again."""
-    state = {name: value for name, value in module.__dict__.items() if name != _CAST_OF}
-    state["_buffers"] = {name: buffer for name, buffer in module._buffers.items() if not name.startswith(PREFIX)}
-    return state
+    state, kept = {name: value for name, value in vars(module).items() if name != _CAST_OF}, _Held()
+    for name, tensor in held(module).items():
+        if not name.startswith(_CASTS):
+            kept.register_buffer(name, tensor)
+    return {**state, _HELD: kept}
 
 
 def refresh_after_load(module: nn.Module, incompatible_keys: Any) -> None:

@@ -374,14 +374,6 @@ def test_a_frozen_model_runs_by_the_weights_it_has(when: str) -> None:
     assert torch.equal(model(batch(17)), other(batch(17)))
 
 
-def test_a_planned_copy_has_its_buffers_in_the_same_order() -> None:
-    """Averages of models go through those of both at once."""
-    model = tower()
-    loka.apply_plan(model, plan_for(model, MIXED))
-    names = [[name for name, _ in one.named_buffers()] for one in (model, copy.deepcopy(model))]
-    assert names[0] == names[1]
-
-
 def test_a_weight_that_a_function_reads_too_is_not_dropped() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

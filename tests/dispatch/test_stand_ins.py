@@ -6,10 +6,12 @@ import pytest
 import torch
 from plans import ROWWISE, Tower, batch, plan_for, tower
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import loka
 from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.core.plan import BlockPlan, Goal
+from loka.dispatch.apply import give_back
 from loka.dispatch.planned import PassThrough, PlannedLinear
 from loka.nn.fused_block import FusedBlock
 
@@ -137,3 +139,74 @@ class TestADtypeThatNothingCasts:
         model = self.planned().double()
         loka.restore(model)
         assert model(batch().double()).dtype is torch.float64
+
+
+class TestBuffers:
+    """A model's own, whatever is planned: averages of models go through those of both, and torch sends them between ranks."""
+
+    def test_are_those_of_the_model(self) -> None:
+        model = normed()
+        names = [name for name, _ in model.named_buffers()]
+        vector = {"bottom/center": torch.zeros(24)}
+        loka.apply_plan(model, plan_for(model, SITES, vectors=vector))
+        assert [name for name, _ in model.named_buffers()] == names
+        assert [name for name, _ in copy.deepcopy(model).named_buffers()] == names
+
+    @pytest.mark.parametrize("use_buffers", [False, True])
+    def test_an_average_lives_through_a_plan(self, use_buffers: bool) -> None:
+        """Made before it, updated under it, when a site is given back, and behind it."""
+        model, twin = normed(), normed()
+        average, expected = AveragedModel(model, use_buffers=use_buffers), AveragedModel(twin, use_buffers=use_buffers)
+
+        def update() -> None:
+            with torch.no_grad():
+                for one in (model, twin):
+                    for parameter in one.parameters():
+                        parameter.mul_(1.01)
+                    one.top[4].running_mean.add_(1.0)
+            average.update_parameters(model)
+            expected.update_parameters(twin)
+            for found, right in zip(average.state_dict().values(), expected.state_dict().values(), strict=True):
+                torch.testing.assert_close(found, right)
+
+        update()
+        loka.apply_plan(model, plan_for(model, SITES))
+        update()
+        give_back(model, "bottom", "drifted")
+        update()
+        loka.restore(model)
+        update()
+
+    def test_an_average_may_be_planned_itself(self) -> None:
+        model = normed()
+        average = AveragedModel(model)
+        loka.apply_plan(average, plan_for(model, SITES))
+        for _ in range(2):
+            with torch.no_grad():
+                model.bottom.weight.mul_(3.0)
+            average.update_parameters(model)
+        expected = copy.deepcopy(average.module)
+        loka.refresh(expected)
+        assert torch.equal(average(batch()), expected(batch()))
+        assert isinstance(average.module.bottom, PlannedLinear)
+        torch.testing.assert_close(average.module.bottom.weight, model.bottom.weight * 2 / 3)  # of 3 and 9 times, 6
+
+    def test_a_compiled_graph_knows_that_casts_stay_where_they_are(self, fresh_compiler: None) -> None:
+        """Or CUDA graphs would copy them before every replay."""
+        model = tower()
+        loka.apply_plan(model, plan_for(model, SITES))
+        static: list[bool] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+            static.extend(hasattr(one, "_dynamo_static_input_type") for one in inputs if one.dtype is torch.float8_e4m3fn)
+            return graph
+
+        torch.compile(model, backend=backend, fullgraph=True)(batch())
+        assert len(static) >= 2
+        assert all(static)
+
+
+def normed() -> Tower:
+    model = tower()
+    model.top.append(nn.BatchNorm1d(32))
+    return model

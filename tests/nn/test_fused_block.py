@@ -16,6 +16,7 @@ from loka.kernels.triton.block import Wanted
 from loka.nn import fused_block, fused_function, fused_steps
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_block import FusedBlock, FusedChain
+from loka.nn.weight_casts import held
 from loka.numerics.metrics import relative_rms
 from loka.numerics.scaling import dequantize, quantize
 
@@ -334,7 +335,8 @@ def test_each_stage_is_missed(fused_on: torch.device, stage: str, norm: int | No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_saves_less_than_half_of_what_the_block_in_bf16_does(fused_on: torch.device, dtype: torch.dtype) -> None:
     def saved_bytes(module: nn.Module, x: Tensor) -> int:
-        own = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        casts = [tensor for part in module.modules() for tensor in held(part).values()]
+        own = {tensor.data_ptr() for tensor in (*module.parameters(), *casts)}
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import loka
 from loka.core.errors import InvalidInput
 from loka.nn.fused_block import FusedBlock, FusedChain, link_blocks
+from loka.nn.weight_casts import held
 from loka.numerics.metrics import relative_rms
 
 
@@ -145,7 +146,7 @@ class TestReference:
         x, dy = torch.randn(6, 48), torch.randn(6, 512)
         by_modules = nn.Sequential(linear, *([norm] if norm else []), activation)
         assert_all_close(run(block, x, dy), run(by_modules, x, dy))
-        assert not list(block.buffers())
+        assert not held(block)
 
     def test_on_a_cpu_a_chain_is_its_modules(self) -> None:
         model = make_model()
@@ -189,7 +190,7 @@ class TestWeightCasts:
 
     def test_optimizers_and_refresh(self, fused_on: torch.device) -> None:
         block = make_block().to(fused_on)
-        before = {name: buffer.data_ptr() for name, buffer in block.named_buffers()}
+        before = {name: tensor.data_ptr() for name, tensor in held(block).items()}
         optimizer = torch.optim.AdamW(block.parameters(), lr=0.1, fused=True)
         block(torch.randn(8, 48, device=fused_on)).sum().backward()
         optimizer.step()
@@ -198,7 +199,7 @@ class TestWeightCasts:
         assert not self.is_current(block)
         loka.refresh(nn.Sequential(block))
         assert self.is_current(block)
-        assert before == {name: buffer.data_ptr() for name, buffer in block.named_buffers()}
+        assert before == {name: tensor.data_ptr() for name, tensor in held(block).items()}
         assert len(before) == 4  # codes and scales of both orders
 
     def test_weights_loaded_in_their_place_run_where_they_lie(self, emulated: torch.device) -> None:
@@ -235,10 +236,10 @@ class TestWeightCasts:
 
     def test_change_of_dtype_and_device(self, emulated: torch.device) -> None:
         block = make_block().to(torch.bfloat16)
-        assert {buffer.dtype for buffer in block.buffers()} == {torch.float8_e4m3fn, torch.float32}
+        assert {tensor.dtype for tensor in held(block).values()} == {torch.float8_e4m3fn, torch.float32}
         assert block(torch.randn(4, 48, dtype=torch.bfloat16)).dtype is torch.bfloat16
         assert self.is_current(block)
-        assert not list(block.to("meta").double().buffers())
+        assert not held(block.to("meta").double())
 
 
 def test_linked_blocks_are_one_chain(fused_on: torch.device) -> None:

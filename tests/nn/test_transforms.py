@@ -16,6 +16,7 @@ from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, OperandSpec
+from loka.nn.weight_casts import held
 from loka.numerics.metrics import FLOOR_AXIS, mere_floored, relative_rms
 
 ROWWISE, TENSORWISE = SiteKernels.same("reference.rowwise"), SiteKernels.same("reference.tensorwise")
@@ -201,7 +202,7 @@ class TestTheVectorAndTheWeight:
 
     def test_a_change_of_dtype_leaves_it_fp32(self) -> None:
         module = self.module().half()
-        assert module.get_buffer("_transform_vector").dtype is torch.float32
+        assert held(module)["transform_vector"].dtype is torch.float32
         assert module(self.site.x_MK.half()).dtype is torch.float16
 
     @pytest.mark.parametrize(

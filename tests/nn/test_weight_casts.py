@@ -21,7 +21,7 @@ from loka.nn import fused_block
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock
 from loka.nn.linear import LokaLinear
-from loka.nn.weight_casts import drop_casts, rewrite_casts, store_casts
+from loka.nn.weight_casts import drop_casts, held, hold, rewrite_casts, store_casts
 
 SAME = SiteKernels.same("reference.rowwise")
 
@@ -49,7 +49,7 @@ def test_prepared_anew_where_the_weight_or_a_cast_lies_elsewhere() -> None:
     store_casts(module, {"codes": torch.ones(4, 4)})  # written where the old ones lie
     rewrite_casts(module, now, prepared.of(now))
     assert prepared.n == 3
-    module._buffers["_weight_codes"] = torch.ones(4, 4)
+    hold(module, "weight_codes", torch.ones(4, 4))
     rewrite_casts(module, now, prepared.of(now))
     assert prepared.n == 4
 
@@ -251,9 +251,9 @@ class TestTheyFollowTheWeight:
 
     def test_refresh_keeps_the_buffers(self) -> None:
         module = loka.LokaLinear(32, 24, kernels=SAME)
-        before = {name: buffer.data_ptr() for name, buffer in module.named_buffers()}
+        before = {name: tensor.data_ptr() for name, tensor in held(module).items()}
         self.step(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        assert before == {name: buffer.data_ptr() for name, buffer in module.named_buffers()}
+        assert before == {name: tensor.data_ptr() for name, tensor in held(module).items()}
         assert len(before) == 4  # codes and scale, plain for fprop and transposed for dgrad
 
     @pytest.mark.parametrize("assign", [False, True])
@@ -274,7 +274,7 @@ class TestTheyFollowTheWeight:
 
     def test_change_of_dtype_keeps_the_codes_8bit(self) -> None:
         module = loka.LokaLinear(32, 24, kernels=SAME).to(torch.bfloat16)
-        assert {buffer.dtype for buffer in module.buffers()} == {torch.float8_e4m3fn, torch.float32}
+        assert {tensor.dtype for tensor in held(module).values()} == {torch.float8_e4m3fn, torch.float32}
         assert module(torch.randn(4, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
         assert self.is_current(module)
 

@@ -14,6 +14,7 @@ from loka.kernels.executor import SiteKernels
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers import triton as provider
 from loka.nn.linear import LokaLinear
+from loka.nn.weight_casts import held
 from loka.numerics.formats import decode
 from loka.numerics.scaling import quantize
 
@@ -132,7 +133,7 @@ def test_a_centered_layer_s_shift_follows_the_weight(where: torch.device, monkey
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
-    torch.testing.assert_close(layer.get_buffer("_weight_shift"), layer.weight.detach() @ mean_K)
+    torch.testing.assert_close(held(layer)["weight_shift"], layer.weight.detach() @ mean_K)
 
 
 FORMS = {
