@@ -50,19 +50,28 @@ class Guard:
 
     Put ``with guard.step():`` around the training step. A check runs the step eager with hooks on, predicts each site's error
     from ``rows`` of its rows, and waits for the device once; the steps between touch nothing. A site whose error is past
-    ``max_error`` (by default 1.5 times the plan's limit of that role) returns to high precision for good, which is logged and
-    kept in ``events``. Gradients that are no numbers, as of a batch that a training loop then skips, are looked at once more in
-    the next step.
+    ``max_error``, one number or one a role (by default 1.5 times the plan's limit), returns to high precision for good, which
+    is logged and kept in ``events``. Gradients that are no numbers, as of a batch that a training loop then skips, are looked
+    at once more in the next step.
     """
 
     def __init__(
-        self, model: nn.Module, record: Record, *, every: int = 100, max_error: float | None = None, rows: int = 256
+        self,
+        model: nn.Module,
+        record: Record,
+        *,
+        every: int = 100,
+        max_error: float | Mapping[Role, float] | None = None,
+        rows: int = 256,
     ) -> None:
         require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
         for name, value in (("every", every), ("rows", rows)):
             require_count(name, value)
-        if max_error is not None and not max_error > 0:
-            raise InvalidInput(f"max_error must be above 0, got {max_error}")
+        given = dict(max_error) if isinstance(max_error, Mapping) else dict.fromkeys(Role, max_error)
+        for role, bound in given.items():
+            if role not in list(Role) or not (bound is None or (isinstance(bound, int | float) and bound > 0)):
+                roles = ", ".join(Role)
+                raise InvalidInput(f"max_error must be a number above 0, or one for each of {roles}, got {max_error!r}")
         self._model = unwrapped(model)
         applied = required_applied(self._model)
         if record.fingerprint != applied.plan.document.fingerprint:
@@ -71,7 +80,7 @@ class Guard:
                 f"({applied.plan.document.fingerprint}): give the Record that the plan was made from"
             )
         limits = applied.plan.document.max_error
-        self.bounds = {role: SLACK * limits[role] if max_error is None else max_error for role in Role}
+        self.bounds = {role: SLACK * limits[role] if (bound := given.get(role)) is None else bound for role in Role}
         self.every, self.rows = every, rows
         self.steps_seen = 0
         self.events: list[GuardEvent] = []

@@ -195,8 +195,12 @@ def test_mistakes_get_a_message() -> None:
     loka.apply_plan(model, plan_for(model, {"bottom": INT8}))
     with pytest.raises(InvalidInput, match="every must be a whole number, at least 1, got 0"):
         loka.Guard(model, record, every=0)
-    with pytest.raises(InvalidInput, match="max_error must be above 0, got -1"):
-        loka.Guard(model, record, max_error=-1)
+    for wrong in (-1, "0.1", {"fprop": -1}, {"forward": 0.1}):
+        with pytest.raises(InvalidInput, match="max_error must be a number above 0, or one for each of fprop, dgrad, wgrad"):
+            loka.Guard(model, record, max_error=wrong)
+    plan_limit = loka.Guard(model, record).bounds[Role.WGRAD]
+    assert loka.Guard(model, record, max_error={Role.FPROP: 0.4}).bounds[Role.FPROP] == 0.4
+    assert loka.Guard(model, record, max_error={"fprop": 0.4}).bounds[Role.WGRAD] == plan_limit
     other = nn.Sequential(nn.Linear(24, 2))
     with pytest.raises(InvalidInput, match="the record is of another model"):
         loka.Guard(model, record_of(other))
