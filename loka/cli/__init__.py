@@ -18,6 +18,7 @@ from loka.cli.probe import probe
 from loka.cli.report import report
 from loka.cli.train import train
 from loka.core.errors import LokaError
+from loka.core.progress import is_read
 
 # As --help shows them: in the order they are used.
 FLOW = Group.create_ordered("From a model to its plan")
@@ -46,16 +47,26 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no ×
     try:
-        try:
-            app()
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has enough, and nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would tell, when it writes what is left
-        sys.exit(128 + signal.SIGPIPE)
+        app()
     except (LokaError, OSError) as error:
-        print(f"loka: {error}", file=sys.stderr)
-        sys.exit(1)
+        if not isinstance(error, BrokenPipeError) or is_read(sys.stdout):  # or nobody is left to tell
+            print(f"loka: {error}", file=sys.stderr)
+            sys.exit(1)
+    finally:
+        was_read = _flush()
+    if not was_read:
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _flush() -> bool:
+    """Write what is left; whether somebody reads it. Where nobody does, Python is not to try once more."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return is_read(sys.stdout)
 
 
 def _interrupt(signal_number: int, frame: object) -> None:

@@ -31,6 +31,6 @@ def require_kind(value: object, kind: type, name: str, remedy: str) -> None:
 
 
 def require_count(name: str, value: int) -> None:
-    """Refuse what is no whole number from 1 on."""
-    if not isinstance(value, int) or value < 1:
+    """Refuse what is no whole number from 1 on, of whatever library."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
         raise InvalidInput(f"{name} must be a whole number, at least 1, got {value!r}")

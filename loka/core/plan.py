@@ -265,7 +265,7 @@ def digest_of_plan(run: str | Path) -> str:
 
 def _path(run: str | Path) -> Path:
     path = Path(run)
-    return path if path.suffix == ".json" else path / "plan.json"
+    return path if path.suffix == ".json" and not path.is_dir() else path / "plan.json"
 
 
 def vector_name(site: SitePlan) -> str | None:

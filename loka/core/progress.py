@@ -1,9 +1,10 @@
 """How a long job shows itself: a bar on a terminal, plain lines elsewhere, nothing in a library call."""
 
+import select
 import sys
 import time
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import Protocol, Self, TextIO
 
 
 class Progress(AbstractContextManager["Progress"], Protocol):
@@ -81,3 +82,16 @@ class Bar:
 
 def for_this_output() -> Progress:
     return Bar() if sys.stdout.isatty() else Lines()
+
+
+def is_read(stream: TextIO | None) -> bool:
+    """Whether somebody may still read what is written to ``stream``: not where it is a pipe whose other end was closed."""
+    try:
+        descriptor = stream.fileno() if stream is not None else None
+    except OSError:  # it is kept in memory
+        descriptor = None
+    if descriptor is None:
+        return True
+    state = select.poll()
+    state.register(descriptor, 0)  # errors are told in any case
+    return not any(event & select.POLLERR for _, event in state.poll(0))

@@ -150,7 +150,7 @@ class Survey:
     def load(cls, run: str | Path) -> "Survey":
         """Read a Survey by its folder or by the path of its survey.json."""
         path = Path(run)
-        path = path if path.suffix == ".json" else path / "survey.json"
+        path = path if path.suffix == ".json" and not path.is_dir() else path / "survey.json"
         made_by = f"loka measure {quote(str(path.parent))}"
         document = read_document(path, SCHEMA, SurveyDocument, made_by=made_by)
         for site in document.sites:

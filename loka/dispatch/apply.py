@@ -19,6 +19,7 @@ from loka.dispatch.swap import (
     AppliedPlan,
     Swap,
     applied_to,
+    carry_hooks,
     forget,
     put_back,
     put_in,
@@ -91,6 +92,8 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     swaps = {name: bind_block(model, linear_sites(model)[name], planned) for name, planned in again.items()}
     bound = {name: of_site for name, of_site in swaps.items() if not isinstance(of_site, str)}
     assert len(bound) == len(swaps)  # each of them ran until now
+    for swap in (swap for of_site in bound.values() for swap in of_site):
+        carry_hooks(swap.original, swap.current)
     _link(applied.plan, bound)
     put_in(model, [swap for of_site in bound.values() for swap in of_site])
     applied.swaps.update(bound)

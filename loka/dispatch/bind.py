@@ -13,7 +13,7 @@ from loka.kernels.executor import SiteKernels
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock, link_blocks
 from loka.nn.linear import why_not_swapped
-from loka.nn.stand_in import take_over, why_not_stood_in_for
+from loka.nn.stand_in import take_over, why_not_stood_in_for, why_not_taken_over
 
 
 def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
@@ -74,10 +74,12 @@ def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap
         return str(error)
     if block.why_reference:
         return f"{site.block.kernel} cannot run here: {block.why_reference}"
-    absorbed = [Swap(part, PassThrough(site.site)) for part in parts.values()]
-    for swap in absorbed:
+    absorbed = {name: Swap(part, PassThrough(site.site)) for name, part in parts.items()}
+    for name, swap in absorbed.items():
+        if reason := why_not_taken_over(swap.original, swap.current):
+            return f"would absorb {name}, which {reason}"
         take_over(swap.original, swap.current)
-    return [Swap(module, block), *absorbed]
+    return [Swap(module, block), *absorbed.values()]
 
 
 def link_chains(plan: Plan, blocks: dict[str, FusedBlock]) -> None:

@@ -12,7 +12,7 @@ from loka.dispatch.swap import Swap, carry_hooks, forget, put_back, put_in, requ
 from loka.nn.blocks import find_blocks
 from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
-from loka.nn.stand_in import pass_on
+from loka.nn.stand_in import take_over
 from loka.nn.unwrap import unwrapped
 from loka.nn.weight_casts import held
 
@@ -56,7 +56,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
         else:
             frozen[planned] = FrozenLinear(planned, keep_weight=planned in kept)
     for planned, current in frozen.items():
-        pass_on(planned, current)
+        take_over(planned, current)
         carry_hooks(planned, current)
     put_back(model, by_their_weights)
     put_in(model, [Swap(planned, current) for planned, current in frozen.items()])

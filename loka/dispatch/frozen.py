@@ -20,6 +20,7 @@ from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
 from loka.nn.linear import as_read, output_dtype, refuse_nested
 from loka.nn.site import no_autocast
+from loka.numerics.formats import is_format
 
 
 class Frozen(nn.Module):
@@ -143,7 +144,8 @@ class FrozenLinear(Frozen):
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
-        if self.has_weight and (input.is_nested or not self.rows.take(input.numel() // self.in_features)):
+        is_taken = not input.is_nested and self.rows.take(input.numel() // self.in_features) and is_format(self.weight.dtype)
+        if self.has_weight and not is_taken:
             return F.linear(input, self.weight, self.bias)
         refuse_nested(input)
         x_MK = as_read(input).reshape(-1, self.in_features)

@@ -128,7 +128,8 @@ class Guard:
 
     def resume(self, steps: int, events: Iterable[GuardEvent]) -> None:
         """Go on as a Guard that has seen ``steps`` and given back what ``events`` say, at once and without another word."""
-        events = [event for event in events if event not in self.events]
+        known = {(event.step, event.site, event.role) for event in self.events}
+        events = list({key: event for event in events if (key := (event.step, event.site, event.role)) not in known}.values())
         planned = {site.site for site in self._applied.plan.sites}
         if unknown := next((event.site for event in events if event.site not in planned), None):
             raise InvalidInput(

@@ -9,7 +9,7 @@ from loka.core.errors import InvalidInput
 from loka.core.plan import Plan
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
-from loka.nn.stand_in import give_back_attributes
+from loka.nn.stand_in import give_back_attributes, why_not_stood_in_for
 from loka.nn.unwrap import unwrapped
 
 # Of calls alone: those of state dicts are a stand-in's own.
@@ -50,7 +50,8 @@ class AppliedPlan:
         return self.swaps[site][0].current
 
     def high_precision_calls(self) -> dict[str, int]:
-        """By site the calls whose rows its kernels could not take, so that they ran in high precision. Waits for the device."""
+        """By site the calls whose rows or dtype its kernels could not take, so that they ran in high precision. Waits for the
+        device."""
         planned = {site: self.module(site) for site in self.sites}
         return {
             site: int(module.high_precision_calls)
@@ -79,7 +80,7 @@ def required_applied(model: nn.Module) -> AppliedPlan:
 
 
 def require_own_parameters(applied: AppliedPlan) -> None:
-    """Raise where a user has put pruning or a parametrization on a stand-in, which would be lost with it."""
+    """Raise where a user has put pruning, a parametrization, a buffer or a module on a stand-in, which would be lost."""
     for site in applied.sites:
         current = applied.module(site)
         if not set(current._parameters) <= {"weight", "bias"} or "weight" not in current._parameters:
@@ -87,6 +88,8 @@ def require_own_parameters(applied: AppliedPlan) -> None:
                 f"{site} was pruned or parametrized since the plan was applied, which would be lost: remove that first, by "
                 f"torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
             )
+        if reason := why_not_stood_in_for(current, own=("weight", "bias", "norm", "activation", "entry")):
+            raise InvalidInput(f"{site} {reason}")
 
 
 def refuse_frozen(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from loka.nn.blocks import FoundBlocks, find_blocks
 from loka.nn.graph import left_as_it_was, names_inside_torch
 from loka.nn.graph_run import record_run
 from loka.nn.held import refuse_held_in_lists
-from loka.nn.stand_in import take_over
+from loka.nn.stand_in import take_over, why_not_taken_over
 from loka.nn.unwrap import Example, arguments_of
 
 
@@ -114,6 +114,8 @@ def _plan(
             if not mod.concerns(place):
                 continue
             why = kept.get(name) or _why_not_any(name, module, inside_torch) or frozen.get(name) or mod.why_not(place)
+            if mod.replaces and not why:
+                why = why_not_taken_over(module, mod.replace(place))
             if why:
                 left_alone.append(LeftAlone(mod_name, name, why))
                 continue

@@ -13,7 +13,7 @@ from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand
 from loka.kernels.transforms import TransformVectors, center_shift, checked_vector
 from loka.nn.site import run_site
-from loka.nn.stand_in import pass_on, take_over, why_not_stood_in_for
+from loka.nn.stand_in import note_own, take_over, why_not_stood_in_for
 from loka.nn.weight_casts import (
     drop_casts,
     hold,
@@ -51,6 +51,7 @@ class LokaLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._bind(kernels)
+        note_own(self)
 
     @classmethod
     def from_linear(
@@ -70,7 +71,7 @@ class LokaLinear(nn.Linear):
         module.weight, module.bias = own_weight(linear), linear.bias
         module.training = linear.training
         module._bind(kernels, transform, vector)
-        (pass_on if isinstance(linear, LokaLinear) else take_over)(linear, module)
+        take_over(linear, module)
         return module
 
     def forward(self, input: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ class LokaLinear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> "LokaLinear":
         """8-bit codes are made anew, and what else is held moves along, in the dtype that it has."""
         super()._apply(fn, recurse)
-        move_held(self, self.weight.device)
+        move_held(self, fn)
         self.refresh_weight_casts()
         return self
 

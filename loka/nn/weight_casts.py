@@ -119,25 +119,33 @@ def held(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in buffers.items() if tensor is not None}
 
 
-def move_held(module: nn.Module, device: torch.device) -> None:
-    """What ``module`` holds but casts, which are made anew."""
+def move_held(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Take what ``module`` holds to where ``fn`` takes its parameters, in the dtype that it has; casts are made anew."""
     for name, tensor in held(module).items():
         if not name.startswith(_CASTS):
-            hold(module, name, tensor.to(device))
+            moved = fn(tensor)
+            if moved is not tensor:  # it may have been shared with other processes, where it lies
+                hold(module, name, torch.zeros_like(tensor, device=moved.device) if tensor.is_meta else tensor.to(moved.device))
 
 
 @torch.no_grad()
 def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
     """Hold ``casts``. One that is there is written in place: captured graphs see the new values."""
-    there = held(module)
+    there, weight = held(module), module.weight
+    shared = isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.is_shared()  # and what is made of it
     for name, cast in casts.items():
         old = there.get(_CASTS + name)
-        if old is None or (old.shape, old.dtype, old.device) != (cast.shape, cast.dtype, cast.device):
+        cast = cast.share_memory_() if shared else cast
+        if old is None or _kind_of(old) != _kind_of(cast):
             hold(module, _CASTS + name, cast)
             _rewrites.pop(module, None)  # it would keep alive what lay there before
         else:
             old.copy_(cast)
     _note_cast_of(module)
+
+
+def _kind_of(cast: Tensor) -> tuple[object, ...]:
+    return cast.shape, cast.dtype, cast.device, cast.device.type == "cpu" and cast.is_shared()
 
 
 def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:

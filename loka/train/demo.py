@@ -97,8 +97,7 @@ class _Demo:
         """record.safetensors, and the checkpoint that both twins start from."""
         self.stage.say(f"1/5  {self.settings.title}: Mods applied, trained under the Probe")
         if (self.folder / RECORD_FILE).exists():
-            model, record = self._trainer()[0].model.dense_part, Record.load(self.folder)
-            if not list_checkpoints(RunFolder(self.folder).checkpoints) or not has_fingerprint(model, record.fingerprint):
+            if not (has_begun(self.folder) and self._is_own(Record.load(self.folder))):
                 raise InvalidInput(f"{self.folder} holds the record of another run: name another folder, or move it away")
             return
         trainer, changes = self._trainer()
@@ -116,6 +115,9 @@ class _Demo:
             finally:
                 probe.detach()
             record.save(self.folder)
+
+    def _is_own(self, record: Record) -> bool:
+        return has_fingerprint(self._trainer()[0].model.dense_part, record.fingerprint)
 
     def measure(self) -> Survey:
         """survey.json"""

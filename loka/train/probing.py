@@ -1,6 +1,7 @@
 """Train a Workload for a while under the Probe."""
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput
-from loka.core.progress import Progress, Silent
+from loka.core.progress import Progress, Silent, is_read
 from loka.core.record import Record
 from loka.core.workload import Workload
 from loka.mods.apply import apply_mods
@@ -59,9 +60,10 @@ def probe_workload(
                     progress.advance(f"step {step + 1} of {steps}, loss {_finite(loss, step):.4g}")
         return probe.record()
     except (KeyboardInterrupt, BrokenPipeError) as stop:
-        if probe.steps_seen <= 1:  # of the first nothing is known yet
+        is_cut_off = isinstance(stop, BrokenPipeError)
+        if probe.steps_seen <= 1 or (is_cut_off and is_read(sys.stdout)):  # nothing is known yet; it is the workload's own
             raise
-        if isinstance(stop, KeyboardInterrupt):
+        if not is_cut_off:
             progress.say(f"stopped at step {probe.steps_seen} of {steps}")
         return probe.record()
     finally:

@@ -82,6 +82,24 @@ def test_a_reader_who_has_enough_gets_no_traceback(words: tuple[str, ...], tmp_p
     assert errors == ""
 
 
+def test_without_a_standard_output_nothing_fails() -> None:
+    done = subprocess.run(f"{sys.executable} -m loka --help >&-", shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_who_has_enough_does_not_hide_a_mistake() -> None:
+    script = "import sys, loka.cli as cli\nfrom loka.core.errors import InvalidInput\n"
+    script += "def app():\n    print('a line')\n    raise InvalidInput('the thing to know')\ncli.app = app\ncli.main()"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # or the line would fail
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": buffered}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == "loka: the thing to know\n"
+    assert process.returncode == 1
+
+
 def test_to_be_asked_to_end_is_to_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait() -> None:
         os.kill(os.getpid(), signal.SIGTERM)

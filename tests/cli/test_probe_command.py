@@ -1,5 +1,6 @@
 """``loka probe`` as a user calls it: a workload by name or their own, from training to record; a message where it fails."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -59,8 +60,8 @@ def interrupted(by=KeyboardInterrupt):
     stop.calls = 0
     return loka.Workload(model, batches, stop)
 
-def cut_off():
-    return interrupted(BrokenPipeError)
+def loses_its_store():
+    return interrupted(BrokenPipeError("the feature store hung up"))
 """
 
 
@@ -123,9 +124,20 @@ def test_an_interrupt_keeps_what_was_learned(own: str, capsys: pytest.CaptureFix
 
 
 def test_a_reader_who_has_enough_does_not_lose_what_was_learned(own: str) -> None:
-    with pytest.raises(SystemExit):
-        run(f"probe {own}:cut_off --every 1")
-    assert Record.load("run").sites["0"].statistics["moments"].tensors["count"] > 32
+    command = [sys.executable, "-m", "loka", "probe", f"{own}:workload", "--every", "1", "--steps", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert any(line.startswith("3/") for line in process.stdout)
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode != 0, errors) == (True, "")
+    assert 3 <= Record.load("run").steps_seen < 100_000
+
+
+def test_a_broken_pipe_of_the_workload_is_told(own: str) -> None:
+    with pytest.raises(BrokenPipeError, match="the feature store hung up"):
+        run(f"probe {own}:loses_its_store --every 1")
 
 
 def test_findings_are_printed_with_what_mends_them(own: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,3 +243,19 @@ def test_a_chain_through_something_else_is_refused() -> None:
     plan = plan_for(model, {"layers.0": block(0), "layers.6": block(6, "layers.0")})
     with pytest.raises(KernelUnavailable, match=r"layers.6 is planned to take FP8 from layers.0 alone, and here it does not"):
         loka.apply_plan(model, plan)
+
+
+def test_what_users_put_on_a_chain_stays_when_one_of_its_blocks_goes() -> None:
+    """The others are bound anew, as when a Guard gives a site back."""
+    model = chain()
+    loka.apply_plan(model, chain_plan(model))
+    calls: list[str] = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append("first"))
+    model.layers[0].mine = 1  # type: ignore[assignment]
+    give_back(model, "layers.6", "drifted")
+    assert isinstance(model.layers[0], FusedBlock)
+    model(batch())
+    assert (calls, model.layers[0].mine) == (["first"], 1)
+    loka.restore(model)
+    model(batch())
+    assert (calls, model.layers[0].mine) == (["first", "first"], 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 
 import pytest
 import torch
@@ -338,6 +339,7 @@ def test_a_guard_is_resumed_with_its_own_events_once() -> None:
         guard.resume(7, [event, dataclasses.replace(event, site="nowhere")])
     assert guard.steps_seen == 0
     assert guard.events == []
-    guard.resume(7, [event])
-    guard.resume(7, [event])
-    assert guard.events == [event]
+    unknown = dataclasses.replace(event, error=math.nan, step=4)
+    for _ in range(2):
+        guard.resume(7, [event, event, unknown])
+    assert [told.step for told in guard.events] == [3, 4]

@@ -1,6 +1,7 @@
 """What users hang on their layers, and do with models that hold stand-ins for them."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from loka.core.plan import BlockPlan, Goal
 from loka.dispatch.apply import give_back
 from loka.dispatch.planned import PassThrough, PlannedLinear
 from loka.nn.fused_block import FusedBlock
+from loka.nn.weight_casts import held
 
 SITES = {"bottom": ROWWISE, "top.0": ROWWISE}
 
@@ -87,17 +89,53 @@ class TestPlainAttributes:
         """Forward would read ours in its place."""
         model = tower()
         model.bottom.rows = 3  # type: ignore[assignment]
-        with pytest.raises(KernelUnavailable, match=r"bottom has an attribute 'rows', which the PlannedLinear in its place"):
+        with pytest.raises(KernelUnavailable, match=r"bottom has an attribute 'rows' put on it, which the PlannedLinear"):
             loka.apply_plan(model, plan_for(model, SITES))
         del model.bottom.rows
         model.bottom.scale = 3.0  # type: ignore[assignment]
         loka.apply_plan(model, plan_for(model, SITES, goal=Goal.SERVING))
-        with pytest.raises(
-            InvalidInput, match="has an attribute 'scale', which the FrozenLinear in its place has too: rename it"
-        ):
+        with pytest.raises(InvalidInput, match="has an attribute 'scale' put on it, which the FrozenLinear in its place"):
             loka.freeze(model)
         assert model.bottom.scale == 3.0
         assert [type(model.bottom), type(model.top[0])] == [PlannedLinear, PlannedLinear]
+
+    def test_put_on_later_and_taken_away_later(self) -> None:
+        """On what stands there: the user's layer, as far as anybody knows."""
+        model = tower()
+        model.bottom.early = 1  # type: ignore[assignment]
+        loka.apply_plan(model, plan_for(model, SITES))
+        model.bottom.late, model.top[0].late = 2, 3  # type: ignore[assignment]
+        del model.bottom.early
+        loka.restore(model)
+        assert (model.bottom.late, model.top[0].late) == (2, 3)
+        assert not hasattr(model.bottom, "early")
+        assert set(vars(model.bottom)) == {*vars(nn.Linear(2, 2)), "late"}
+
+    @pytest.mark.parametrize("leave", [loka.restore, loka.freeze])
+    @pytest.mark.parametrize("what", ["seen", "lora"])
+    def test_buffers_and_modules_put_on_later_are_not_lost(self, what: str, leave: Callable[[nn.Module], object]) -> None:
+        model = tower()
+        loka.apply_plan(model, plan_for(model, SITES))
+        hang(model.bottom, what)
+        with pytest.raises(InvalidInput, match=f"bottom holds {what} too"):
+            leave(model)
+        assert isinstance(model.bottom, PlannedLinear)
+
+    def test_of_a_layer_that_is_one_of_ours(self) -> None:
+        layer = loka.LokaLinear(32, 32, kernels=ROWWISE)
+        layer.mine = 1  # type: ignore[assignment]
+        block = FusedBlock.from_modules(layer, loka.BlockNorm(32), nn.Hardswish())
+        assert block.mine == 1
+        assert "executor" not in vars(block)
+
+    def test_of_a_name_that_stands_in_for_what_a_block_absorbs_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: setattr(self, "why_reference", None))
+        model = nn.Sequential(nn.Linear(32, 32, bias=False), loka.BlockNorm(32), nn.Hardswish(), nn.Linear(32, 1))
+        model[2].absorbed_by = "mine"  # type: ignore[assignment]
+        plan = plan_for(model, {"0": BlockPlan("triton.block", "1", "2", False, None)})
+        with pytest.raises(KernelUnavailable, match=r"0 would absorb 2, which has an attribute 'absorbed_by' put on it"):
+            loka.apply_plan(model, plan)
+        assert list(loka.apply_plan(model, plan, on_missing="high_precision").fell_back) == ["0"]
 
     def test_of_what_a_block_absorbs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: setattr(self, "why_reference", None))
@@ -135,10 +173,42 @@ class TestADtypeThatNothingCasts:
         assert isinstance(model.bottom, PlannedLinear)
         assert int(model.bottom.high_precision_calls) == 1
 
+    def test_is_served_by_the_weights_that_were_kept(self) -> None:
+        model, x = self.planned(), batch().double()
+        loka.freeze(model)
+        torch.testing.assert_close(model.double()(x), tower().double()(x), rtol=0, atol=0)
+
     def test_can_be_restored(self) -> None:
         model = self.planned().double()
         loka.restore(model)
         assert model(batch().double()).dtype is torch.float64
+
+
+class TestWhereAModelLies:
+    def test_casts_are_shared_with_other_processes_as_the_weight_is(self) -> None:
+        """A step in one of them is then seen by all."""
+        model = tower()
+        loka.apply_plan(model, plan_for(model, SITES))
+        model.share_memory()
+        before = held(model.bottom)
+        assert before
+        assert all(tensor.is_shared() for tensor in before.values())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch()).sum().backward()
+        optimizer.step()
+        assert {name: tensor.data_ptr() for name, tensor in held(model.bottom).items()} == {
+            name: tensor.data_ptr() for name, tensor in before.items()
+        }
+
+    def test_made_nowhere_and_filled_later(self) -> None:
+        with torch.device("meta"):
+            model = tower()
+        loka.apply_plan(model, plan_for(tower(), SITES), on_missing="high_precision")
+        model.to_empty(device="cpu")
+        model.load_state_dict(tower().state_dict())
+        expected = tower()
+        loka.apply_plan(expected, plan_for(expected, SITES))
+        assert torch.equal(model(batch()), expected(batch()))
 
 
 class TestBuffers:

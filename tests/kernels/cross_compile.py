@@ -21,6 +21,8 @@ INSTRUCTIONS = {
     "store 16 bytes": r"st\.global\S*\.v4\.b32",
     "barrier": r"bar\.sync",
     "wait": r"griddepcontrol\.wait",
+    "lets next start": r"griddepcontrol\.launch_dependents",
+    "load": r"\bld\.global",
 }
 
 
@@ -66,7 +68,11 @@ def halved_pairs(ptx: str) -> set[str]:
 def before_waiting(ptx: str) -> dict[str, int]:
     """Reads and writes of memory before the kernel waits for the one that was launched before it."""
     first = ptx.partition("griddepcontrol.wait")[0]
-    patterns = {"loads": r"\bld\.global|cp\.async", "stores": r"\bst\.global|\b(?:red|atom)\.global"}
+    patterns = {
+        "loads": r"\bld\.global|cp\.async",
+        "stores": r"\bst\.global|\b(?:red|atom)\.global",
+        "lets next start": r"griddepcontrol\.launch_dependents",
+    }
     return {name: len(re.findall(pattern, first)) for name, pattern in patterns.items()}
 
 

@@ -109,6 +109,13 @@ class TestLeftAlone:
         assert isinstance(model[3], loka.BlockNorm)
         assert model[3].mult == 2.0
 
+    def test_one_with_an_attribute_that_its_successor_has_too(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+        model[1].n_features = 4  # type: ignore[assignment]
+        report = loka.apply_mods(model)
+        assert reasons(report)["block_norm 1"].startswith("has an attribute 'n_features' put on it, which the BlockNorm")
+        assert [type(model[index]) for index in (1, 3)] == [nn.LayerNorm, loka.BlockNorm]
+
     def test_what_has_been_tampered_with(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
         torch.nn.utils.parametrizations.weight_norm(model[0])

@@ -210,6 +210,7 @@ def cast_kernel(
     Behind a pass for amaxes tiles come in the opposite order: what that pass read last is still in the cache.
     """
     FROM_AMAXES: tl.constexpr = PLAIN == "tensorwise" or TRANS == "tensorwise" or PLAIN == "rowwise" or TRANS == "rowwise"
+    tl.static_assert(not (EARLY and IF_OUTGROWN))
     if not EARLY:
         wait_for_kernels_before()
     if MORE:

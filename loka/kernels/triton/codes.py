@@ -31,15 +31,16 @@ FOUR_TO_E4M3 = tl.constexpr("""{
 @triton.jit
 def wait_for_kernels_before():
     """Our kernels are launched (``launch_pdl``) while the one before them still runs, and get ready; from here on its results
-    are there. In every kernel it stands before all reads and writes of what others have to do with, and is not left out where
-    nothing is read: who waits for a kernel relies on those before it to have ended too."""
+    are there. It stands before all reads and writes, but in kernels of a cast that know better (``cast_kernels``), and in every
+    kernel: who waits for one relies on those before it to have ended too."""
     if not INTERPRETED:
         gdc_wait()
 
 
 @triton.jit
 def let_next_kernel_start():
-    """The next kernel may be launched: what this one still does needs little room."""
+    """The next kernel may be launched, once every program of this one has come here: behind its own wait, if that one reads
+    early what this one has waited for."""
     if not INTERPRETED:
         gdc_launch_dependents()
 

@@ -46,7 +46,14 @@ def integers(*names: str) -> dict[str, str]:
 
 
 def cast_case(
-    plain: str, trans: str, *, seen: bool = False, sums: bool = False, if_outgrown: bool = False, early: bool = False
+    plain: str,
+    trans: str,
+    *,
+    seen: bool = False,
+    sums: bool = False,
+    if_outgrown: bool = False,
+    early: bool = False,
+    more: bool = False,
 ) -> dict[str, Any]:
     tile = cast_tile(plain, trans)
     arguments = {
@@ -68,7 +75,7 @@ def cast_case(
         "SUMS": tile.warps * sums,
         "IF_OUTGROWN": if_outgrown,
         "EARLY": early,
-        "MORE": False,
+        "MORE": more,
     }
     return {"module": "cast_kernels", "kernel": "cast_kernel", "arguments": arguments, "constants": constants,
             "warps": tile.warps, "stages": 3}  # fmt: skip
@@ -213,7 +220,9 @@ CASES = {
     "cast tiles both": cast_case("128x128", "128x128"),
     "cast 1x128": cast_case("1x128", "none"),
     "cast 1x128, transposed": cast_case("none", "1x128"),
+    "cast 1x128, more follows": cast_case("1x128", "none", more=True),
     "cast 1x128, transposed, early": cast_case("none", "1x128", early=True),
+    "cast rowwise, transposed, early": cast_case("none", "rowwise", early=True),
     "cast 1x128, transposed, columns summed": cast_case("none", "1x128", sums=True),
     "cast rowwise, transposed": cast_case("none", "rowwise"),
     "cast rowwise, transposed, columns summed": cast_case("none", "rowwise", sums=True),
@@ -311,9 +320,19 @@ def test_warps_do_not_meet_to_sum_columns(name: str) -> None:
 def test_all_wait_for_the_kernel_before_and_only_early_ones_read_or_write_first(name: str) -> None:
     """Of early ones: a tile of four loads, and what needs no amaxes writes too."""
     early, before = name.endswith(", early"), compiled()[name]["before_waiting"]
+    needs_amaxes = "tensorwise" in name or "rowwise" in name
     assert compiled()[name]["instructions"]["wait"] == 1
     assert before["loads"] >= 4 if early else before["loads"] == 0
-    assert (before["stores"] > 0) == (early and "tensorwise" not in name)
+    assert (before["stores"] > 0) == (early and not needs_amaxes)
+    if early and needs_amaxes:
+        assert compiled()[name]["instructions"]["load"] > before["loads"]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["constants"].get("MORE")])
+def test_what_follows_may_start_only_when_the_matrix_is_there(name: str) -> None:
+    """It reads the matrix without waiting, and relies on this one to have waited."""
+    assert compiled()[name]["instructions"]["lets next start"] == 1
+    assert compiled()[name]["before_waiting"]["lets next start"] == 0
 
 
 def test_amaxes_of_several_tiles_are_loaded_ahead() -> None:
