@@ -19,7 +19,7 @@ from loka.nn.weight_casts import held
 
 @dataclass(frozen=True)
 class FreezeReport:
-    """What was frozen, and the bytes of all parameters and buffers before and behind."""
+    """What was frozen, and the bytes of all parameters and buffers, casts among them, before and behind."""
 
     sites: tuple[str, ...]
     bytes_before: int
