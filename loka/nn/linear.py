@@ -151,6 +151,8 @@ class LokaLinear(nn.Linear):
         self.kernels, self.transform = kernels, self.executor.transform
         if (vector is None) != (self.transform is Transform.NONE):
             raise InvalidInput("center and rescale take a vector each, and only they do: pass transform and vector together")
+        if vector is not None and self.weight.is_meta:
+            raise InvalidInput("the vector of a transform would be lost on the meta device: fill the model first")
         features_K = None if vector is None else checked_vector(self.transform, vector.to(self.weight.device), self.in_features)
         hold(self, _VECTOR, features_K)
         self._cached_forms: tuple[Form, ...] = tuple(

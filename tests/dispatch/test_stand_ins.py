@@ -204,6 +204,10 @@ class TestWhereAModelLies:
         with torch.device("meta"):
             model = tower()
         loka.apply_plan(model, plan_for(tower(), SITES), on_missing="high_precision")
+        centered = plan_for(tower(), SITES, vectors={"bottom/center": torch.ones(24)})
+        with torch.device("meta"):
+            fell_back = loka.apply_plan(tower(), centered, on_missing="high_precision").fell_back
+        assert "would be lost on the meta device" in fell_back["bottom"]
         model.to_empty(device="cpu")
         model.load_state_dict(tower().state_dict())
         expected = tower()

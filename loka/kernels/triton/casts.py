@@ -166,9 +166,13 @@ def _strips_summed(plain: Target, trans: Target, cols: int) -> int:
 def write_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, sums_SC: Tensor | None = None) -> None:
     """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    overlapped, nothing, none = x.numel() <= MOST_OVERLAPPED, Target.none(), x.new_empty(0, dtype=torch.int32)
-    transposed = *nothing.empty(x), *codes[2:]
-    if are_by_rows(plain, x.shape[1]):
+    overlapped, nothing = x.numel() <= MOST_OVERLAPPED, Target.none()
+    if not _are_apart(plain, trans, x.shape[1]):
+        amaxes = find_amaxes(x, plain, trans, more=overlapped)
+        launch_cast(x, plain, trans, codes, amaxes, sums_SC=sums_SC, early=overlapped and any(map(torch.numel, amaxes)))
+        return
+    none, transposed = x.new_empty(0, dtype=torch.int32), (*nothing.empty(x), *codes[2:])
+    if plain.scaling == Scaling.ROWWISE:
         programs = -(-plain.outer // rows_at_once(plain.contraction))
         noted = x.new_empty(programs if trans.scaling == Scaling.TENSORWISE else 0, dtype=torch.int32)
         launch_rowwise(x, plain, codes[0], codes[1], noted)
@@ -176,12 +180,9 @@ def write_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, sums_SC: 
             launch_cast(x, nothing, trans, transposed, (none, none, few_with_largest(noted)), sums_SC=sums_SC)
         elif trans.scaling != NOT_WRITTEN:
             write_codes(x, nothing, trans, transposed, sums_SC)
-    elif _are_apart(plain, trans, x.shape[1]):
+    else:
         launch_cast(x, plain, nothing, (*codes[:2], *nothing.empty(x)), (none, none, none), more=overlapped)
         launch_cast(x, nothing, trans, transposed, (none, none, none), sums_SC=sums_SC, early=overlapped)
-    else:
-        amaxes = find_amaxes(x, plain, trans, more=overlapped)
-        launch_cast(x, plain, trans, codes, amaxes, sums_SC=sums_SC, early=overlapped and any(map(torch.numel, amaxes)))
 
 
 def are_by_rows(plain: Target, cols: int) -> bool:
