@@ -185,6 +185,8 @@ class LokaLinear(nn.Linear):
         return state_without_casts(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_held" not in state:
+            raise InvalidInput("this was pickled whole by an older LoKA: load its weights, by state_dict, into a new model")
         super().__setstate__(state)
         self.refresh_weight_casts()
         keep_current(self)
@@ -200,10 +202,13 @@ def why_not_swapped(linear: nn.Linear) -> str | None:
 
 
 def own_weight(linear: nn.Linear) -> nn.Parameter:
-    """The weight that an optimizer moves; a parametrized layer has none, but makes one in every call."""
+    """The weight that an optimizer moves, of a layer that holds nothing else; a parametrized one has none, but makes one in
+    every call."""
     weight = linear._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
         raise InvalidInput("the linear layer holds no weight of its own: remove its parametrization before it is replaced")
+    if reason := why_not_stood_in_for(linear):
+        raise InvalidInput(f"the linear layer {reason}")
     return weight
 
 
