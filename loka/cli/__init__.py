@@ -48,6 +48,9 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that has no ×
     try:
         app()
+    except SystemExit as done:
+        if done.code:
+            raise
     except (LokaError, OSError) as error:
         if not isinstance(error, BrokenPipeError) or is_read(sys.stdout):  # or nobody is left to tell
             print(f"loka: {error}", file=sys.stderr)

@@ -71,9 +71,12 @@ def test_a_full_disk_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize("words", [("kernels",), ("--help",), ("report", "--json")])
-def test_a_reader_who_has_enough_gets_no_traceback(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_who_has_enough_gets_no_traceback(words: tuple[str, ...], unbuffered: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     command = [sys.executable, "-m", "loka", *words, *([str(tmp_path)] if "report" in words else [])]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()

@@ -369,7 +369,7 @@ class TestFaceOfLinear:
 
     def test_unknown_kernel_suggests(self) -> None:
         with pytest.raises(UnknownName, match=r"no kernel is called 'torch.rowise'. Did you mean 'torch.rowwise'"):
-            loka.loka.LokaLinear(8, 4, kernels=SiteKernels.same("torch.rowise"))
+            loka.LokaLinear(8, 4, kernels=SiteKernels.same("torch.rowise"))
 
 
 def test_what_a_layer_holds_beside_its_weight_is_not_dropped() -> None:
@@ -388,7 +388,7 @@ def test_a_layer_that_an_older_version_pickled_is_told() -> None:
 
 def test_the_weight_of_a_first_layer_may_be_written_before_backward() -> None:
     """As with nn.Linear: where nothing in front learns, its gradient does not read it."""
-    layer = loka.loka.LokaLinear(24, 16, kernels=SiteKernels.same("reference.rowwise"))
+    layer = loka.LokaLinear(24, 16, kernels=SiteKernels.same("reference.rowwise"))
     x, dy = torch.randn(8, 24), torch.randn(8, 16)
     layer(x).backward(dy)
     expected, layer.weight.grad = layer.weight.grad, None
