@@ -49,7 +49,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as done:
-        if done.code:
+        if done.code:  # else it went well, as far as it was read
             raise
     except (LokaError, OSError) as error:
         if not isinstance(error, BrokenPipeError) or is_read(sys.stdout):  # or nobody is left to tell

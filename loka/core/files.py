@@ -19,6 +19,12 @@ def require_folder(path: str | os.PathLike[str]) -> None:
         raise InvalidInput(f"{there} cannot be written to: name another folder")
 
 
+def file_in(run: str | os.PathLike[str], name: str) -> Path:
+    """The path of ``name`` in the folder ``run``, or ``run`` itself where that is the path of such a file."""
+    path = Path(run)
+    return path if path.suffix == Path(name).suffix and not path.is_dir() else path / name
+
+
 def is_older(file: Path, *, than: Path) -> bool:
     """Whether it was written before the other, by their dates; not where there is no other."""
     return than.exists() and file.stat().st_mtime_ns < than.stat().st_mtime_ns

@@ -15,6 +15,7 @@ from loka.core.documents import Fields, migrates, read_document, write_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.estimate import Estimate
+from loka.core.files import file_in
 from loka.core.gemm import Role
 from loka.core.recipe import Format, Transform
 from loka.core.survey import Struct
@@ -221,7 +222,7 @@ class Plan:
     @classmethod
     def load(cls, run: str | Path) -> "Plan":
         """Read a plan by its folder or by the path of its plan.json."""
-        path = _path(run)
+        path = file_in(run, "plan.json")
         made_by = f"loka plan {quote(str(path.parent))}"
         document = read_document(path, SCHEMA, PlanDocument, made_by=made_by)
         plan = cls(document, read_vectors(path.with_suffix(".safetensors")))
@@ -258,14 +259,9 @@ def _with_list_of_finer(site: Fields) -> Fields:
 
 def digest_of_plan(run: str | Path) -> str:
     """Sixteen hex digits that tell a plan's files from any others, wherever they lie."""
-    path = _path(run)
+    path = file_in(run, "plan.json")
     files = [file.read_bytes() for file in (path, path.with_suffix(".safetensors")) if file.exists()]
     return hashlib.sha256(b"\n".join(files)).hexdigest()[:16]
-
-
-def _path(run: str | Path) -> Path:
-    path = Path(run)
-    return path if path.suffix == ".json" and not path.is_dir() else path / "plan.json"
 
 
 def vector_name(site: SitePlan) -> str | None:

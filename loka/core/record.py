@@ -17,7 +17,7 @@ import msgspec
 from loka.core.documents import Fields, migrates, parse_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile, InvalidInput
-from loka.core.files import atomic_path
+from loka.core.files import atomic_path, file_in
 from loka.core.gemm import Role
 from loka.core.moments import covariance_of, variance_of
 from loka.core.recipe import Format
@@ -258,8 +258,7 @@ class Record:
     @classmethod
     def load(cls, run: str | Path) -> "Record":
         """Read a Record by its folder or by the path of its file."""
-        path = Path(run)
-        path = path if path.suffix == ".safetensors" else path / FILE
+        path = file_in(run, FILE)
         document, tensors = _read(path)
         own = _by_site(tensors, [facts.name for facts in document.sites])
         sites = {facts.name: _site(facts, document.rules, own[facts.name], path) for facts in document.sites}

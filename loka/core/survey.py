@@ -15,6 +15,7 @@ from loka.core.documents import Fields, migrates, read_document, write_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.estimate import Estimate
+from loka.core.files import file_in
 from loka.core.gemm import Role, TensorName
 from loka.core.recipe import Format, Transform
 from loka.core.vectors import read_vectors, vectors_beside
@@ -149,8 +150,7 @@ class Survey:
     @classmethod
     def load(cls, run: str | Path) -> "Survey":
         """Read a Survey by its folder or by the path of its survey.json."""
-        path = Path(run)
-        path = path if path.suffix == ".json" and not path.is_dir() else path / "survey.json"
+        path = file_in(run, "survey.json")
         made_by = f"loka measure {quote(str(path.parent))}"
         document = read_document(path, SCHEMA, SurveyDocument, made_by=made_by)
         for site in document.sites:

@@ -13,7 +13,7 @@ from loka.kernels.executor import SiteKernels
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock, link_blocks
 from loka.nn.linear import why_not_swapped
-from loka.nn.stand_in import take_over, why_not_stood_in_for, why_not_taken_over
+from loka.nn.stand_in import has_hooks, take_over, why_not_stood_in_for, why_not_taken_over
 
 
 def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
@@ -43,7 +43,7 @@ def _is_compiled_by_itself(site: str) -> bool:
 def _why_not_replaced(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "has a forward of its own, put on the instance"
-    if any(table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict)):
+    if has_hooks(module):
         return "has hooks, which its stand-in would lose: remove them, apply the plan, and put them on again"
     return None
 

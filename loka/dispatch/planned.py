@@ -11,7 +11,7 @@ from loka.dispatch.rows import RowLimits, row_limits
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 from loka.nn.linear import LokaLinear
-from loka.nn.weight_casts import hold
+from loka.nn.weight_casts import held_tensor, hold
 from loka.numerics.formats import format_of, is_format
 
 _COUNTER = "high_precision_calls"
@@ -26,7 +26,7 @@ class PlannedLinear(LokaLinear):
     @property
     def high_precision_calls(self) -> Tensor:
         """How many there were: a tensor, for a Python counter would recompile at every call."""
-        return getattr(self._held, _COUNTER)
+        return held_tensor(self, _COUNTER)
 
     def forward(self, input: Tensor) -> Tensor:
         is_taken = not input.is_nested and self.rows.take(input.numel() // self.in_features)

@@ -10,7 +10,7 @@ from torch import nn
 import loka.mods
 from loka.core.registry import Registry
 from loka.nn.blocks import FoundBlocks
-from loka.nn.stand_in import why_not_stood_in_for
+from loka.nn.stand_in import has_hooks, why_not_stood_in_for
 
 
 @dataclass(frozen=True)
@@ -71,5 +71,4 @@ def why_not_this_type(module: nn.Module, *types: type[nn.Module]) -> str | None:
 
 def why_not_replaced(module: nn.Module) -> str | None:
     """A new module has none of the hooks that were put on the old one, and nothing that it holds beside weight and bias."""
-    hooks = [table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict)]
-    return "has hooks, which a new module would lose" if any(hooks) else why_not_stood_in_for(module)
+    return "has hooks, which a new module would lose" if has_hooks(module) else why_not_stood_in_for(module)

@@ -15,7 +15,9 @@ from loka.kernels.transforms import TransformVectors, center_shift, checked_vect
 from loka.nn.site import run_site
 from loka.nn.stand_in import note_own, take_over, why_not_stood_in_for
 from loka.nn.weight_casts import (
+    HELD,
     drop_casts,
+    held_tensor,
     hold,
     holds_casts_of,
     holds_current_casts,
@@ -116,7 +118,7 @@ class LokaLinear(nn.Linear):
     @property
     def transform_vector(self) -> Tensor | None:
         """Of each feature of x, for the transform: its mean or its scale."""
-        return getattr(self._held, _VECTOR) if self.transform is not Transform.NONE else None
+        return held_tensor(self, _VECTOR) if self.transform is not Transform.NONE else None
 
     def _cast_weight(self) -> tuple[Operand, ...]:
         features_K = self.transform_vector
@@ -185,7 +187,7 @@ class LokaLinear(nn.Linear):
         return state_without_casts(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_held" not in state:
+        if HELD not in state:
             raise InvalidInput("this was pickled whole by an older LoKA: load its weights, by state_dict, into a new model")
         super().__setstate__(state)
         self.refresh_weight_casts()

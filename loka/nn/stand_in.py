@@ -5,9 +5,10 @@ from typing import Any
 from torch import nn
 
 from loka.core.errors import InvalidInput
+from loka.nn.weight_casts import CAST_OF, HELD
 
 _OWN = "_own_names"  # on a stand-in, the names of the attributes that it has by itself
-_LATER = ("_cast_of", "_held", _OWN)  # those that it may get later
+_LATER = (CAST_OF, HELD, _OWN)  # those that it may get later
 _NOT_TAKEN = ("forward", "_compiled_call_impl")  # that are refused, or would run the old module
 
 
@@ -18,6 +19,10 @@ def why_not_stood_in_for(module: nn.Module, own: tuple[str, ...] = ("weight", "b
     if not beside:
         return None
     return f"holds {', '.join(beside)} too, which a module in its place would not: put that into a module around it"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict))
 
 
 def why_not_taken_over(old: nn.Module, new: nn.Module) -> str | None:

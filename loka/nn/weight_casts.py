@@ -24,9 +24,9 @@ class HoldsWeightCasts(Protocol):
     def recast_after_step(self) -> None: ...
 
 
-_HELD = "_held"
+HELD = "_held"  # where a stand-in keeps what it holds beside its parameters
 _CASTS = "weight_"  # with which the names of casts begin
-_CAST_OF = "_cast_of"  # the weight that was cast, and its mark
+CAST_OF = "_cast_of"  # the weight that was cast, and its mark
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _hook_installed = False
 
@@ -80,7 +80,7 @@ def recast_after_step(model: nn.Module) -> None:
 def holds_current_casts(holder: Any) -> bool:
     """Whether the casts that are held are of the weight as it is; made again first if it was written, of which compiled calls
     know nothing. No other tensor in its place is cast into them: a backward pass may still need them."""
-    known: _CastOf = holder.__dict__[_CAST_OF]
+    known: _CastOf = holder.__dict__[CAST_OF]
     weight = holder.weight
     if known.weight is not weight:
         return False
@@ -98,7 +98,7 @@ def _mark_of(weight: Tensor) -> tuple[int, int]:
 def _note_cast_of(module: nn.Module) -> None:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    module.__dict__[_CAST_OF] = _CastOf(weight, _mark_of(weight))
+    module.__dict__[CAST_OF] = _CastOf(weight, _mark_of(weight))
 
 
 def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
@@ -108,15 +108,19 @@ def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
 
 def hold(module: nn.Module, name: str, tensor: Tensor | None) -> None:
     """Hold ``tensor`` beside the parameters of ``module``: in no buffer or ``state_dict`` of the model, nor moved with it."""
-    if _HELD not in vars(module):
-        vars(module)[_HELD] = _Held()  # past nn.Module, which would make a submodule of it
-    vars(module)[_HELD].register_buffer(name, tensor)
+    if HELD not in vars(module):
+        vars(module)[HELD] = _Held()  # past nn.Module, which would make a submodule of it
+    vars(module)[HELD].register_buffer(name, tensor)
 
 
 def held(module: nn.Module) -> dict[str, Tensor]:
     """What ``module`` holds beside its parameters, by name."""
-    buffers = vars(module)[_HELD]._buffers if _HELD in vars(module) else {}
+    buffers = vars(module)[HELD]._buffers if HELD in vars(module) else {}
     return {name: tensor for name, tensor in buffers.items() if tensor is not None}
+
+
+def held_tensor(module: nn.Module, name: str) -> Tensor:
+    return getattr(module._held, name)
 
 
 def move_held(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -169,23 +173,23 @@ def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Calla
 
 
 def stored_cast(module: nn.Module, name: str) -> Tensor:
-    return getattr(module._held, _CASTS + name)
+    return held_tensor(module, _CASTS + name)
 
 
 def drop_casts(module: nn.Module) -> None:
     _rewrites.pop(module, None)
     for name in held(module):
         if name.startswith(_CASTS):
-            delattr(vars(module)[_HELD], name)
+            delattr(vars(module)[HELD], name)
 
 
 def state_without_casts(module: nn.Module) -> dict[str, Any]:
     """What copies and pickles carry: the weight, from which casts are made again."""
-    state, kept = {name: value for name, value in vars(module).items() if name != _CAST_OF}, _Held()
+    state, kept = {name: value for name, value in vars(module).items() if name != CAST_OF}, _Held()
     for name, tensor in held(module).items():
         if not name.startswith(_CASTS):
             kept.register_buffer(name, tensor)
-    return {**state, _HELD: kept}
+    return {**state, HELD: kept}
 
 
 def refresh_after_load(module: nn.Module, incompatible_keys: Any) -> None:

@@ -32,8 +32,8 @@ def probe_workload(
 ) -> Record:
     """Train ``workload`` for ``steps`` steps, after making ``mods`` on it, and return what the Probe learned.
 
-    Batches begin anew when they end. An interrupt, or a reader of its output who
-    has enough, ends the training early: what was learned until then is returned.
+    Batches begin anew when they end. An interrupt, or a reader of its output who has enough, ends the training early:
+    what was learned until then is returned.
     """
     if steps < 1:
         raise InvalidInput(f"steps must be at least 1, got {steps}")
