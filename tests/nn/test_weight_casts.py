@@ -12,6 +12,7 @@ import pytest
 import torch
 from emulated_block import emulate
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim.swa_utils import AveragedModel
 
 import loka
@@ -299,6 +300,16 @@ class TestTheyFollowTheWeight:
             module.eval()
             expected = loka.LokaLinear.from_linear(module, SAME)(x).detach()
             torch.testing.assert_close(compiled(x).detach(), expected, rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.usefixtures("fresh_compiler")
+    def test_a_compiled_step_is_one_graph_and_they_follow_it(self) -> None:
+        model = nn.Sequential(*(loka.LokaLinear(32, 32, kernels=SAME) for _ in range(3)))
+        optimizer, counter = torch.optim.SGD(model.parameters(), lr=0.1), CompileCounter()
+        optimizer.step = torch.compile(optimizer.step, backend=counter)
+        for _ in range(2):
+            self.step(model, optimizer)
+        assert counter.frame_count == 1
+        assert all(self.is_current(module) for module in model)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("name", ["torch.rowwise", "torch.tensorwise"])
