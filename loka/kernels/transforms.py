@@ -50,7 +50,7 @@ def changes(transform: Transform, name: TensorName) -> bool:
 
 def apply_to(name: TensorName, tensor: Tensor, transform: Transform, vectors: TransformVectors | None) -> Tensor:
     """The stored ``tensor`` (rows × features) as its cast shall see it."""
-    if transform is Transform.NONE:
+    if not changes(transform, name):
         return tensor
     assert vectors is not None, f"a form of {name} under {transform} needs its vector"
     features_K = _in_dtype_of(tensor, vectors.features_K)
