@@ -28,13 +28,14 @@ def apply_mods(
     keep: Iterable[str] = (),
     example: Example | None = None,
     dry_run: bool = False,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     retrain: bool = False,
 ) -> ModReport:
     """Make ``mods`` on ``model`` in place: by default ``no_bias``, ``block_norm`` and ``hard_swish``.
 
-    They change what the model computes, so apply them before making the optimizer, or pass it as ``optimizer`` to have removed
-    parameters dropped from it; then train. A model that looks trained is refused without ``retrain=True``.
+    They change what the model computes, so apply them before making the optimizer, or pass it, or a list of several, as
+    ``optimizer`` to have removed parameters dropped from it; then train. A model that looks trained is refused without
+    ``retrain=True``.
     ``keep`` names modules to leave alone with all inside them, as names or patterns (``"towers.*.out"``). With ``example``, the
     arguments of one forward call, the model is run once, so that heads and readers are known where tracing fails, and once
     more when it is changed: where that fails, it is as it was.
@@ -47,7 +48,8 @@ def apply_mods(
     kept = _kept(model, keep)
     found = find_blocks(model, example)
     steps, left_alone = _plan(model, chosen, kept, found)
-    trained = evidence_of_training(model, optimizer) if steps else None
+    optimizers = _optimizers(optimizer)
+    trained = evidence_of_training(model, optimizers) if steps else None
     functions = {function for mod in chosen.values() for function in mod.functions}
     report = ModReport(
         model=type(model).__name__,
@@ -80,10 +82,19 @@ def apply_mods(
                 f"changed. Its forward may use what a Mod takes away, such as the weight or the dtype of a norm: leave that "
                 f"module alone with keep="
             ) from error
-    if optimizer is not None:
-        remaining = {id(parameter) for parameter in model.parameters()}
-        _forget(optimizer, {id(parameter) for parameter in parameters} - remaining)
+    removed = {id(parameter) for parameter in parameters} - {id(parameter) for parameter in model.parameters()}
+    for one in optimizers:
+        _forget(one, removed)
     return report
+
+
+def _optimizers(given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None) -> tuple[torch.optim.Optimizer, ...]:
+    if given is None or isinstance(given, torch.optim.Optimizer):
+        return () if given is None else (given,)
+    require_kind(given, Iterable, "optimizer=", "give the optimizer, or a list of them")
+    for one in given:
+        require_kind(one, torch.optim.Optimizer, "optimizer=", "give the optimizer, or a list of them")
+    return tuple(given)
 
 
 def _run_in_both_modes(model: nn.Module, example: Example) -> None:
@@ -184,7 +195,8 @@ def _kept(model: nn.Module, keep: Iterable[str]) -> dict[str, str]:
     first_names = {id(module): name for name, module in model.named_modules()}
     kept = {}
     for pattern in [keep] if isinstance(keep, str) else keep:
-        matched = [name for name, _ in names if fnmatchcase(name, pattern)]
+        named = [name for name, _ in names if name == pattern]  # which may hold brackets
+        matched = named or [name for name, _ in names if fnmatchcase(name, pattern)]
         if not matched:
             close = difflib.get_close_matches(pattern, [name for name, _ in names], n=3, cutoff=0.4)
             hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else "Print the model to see its modules' names."

@@ -3,7 +3,7 @@
 from torch import nn
 
 from loka.mods.contract import MODS, Place, why_not_this_type
-from loka.nn.graph import Kind, kind_of_module
+from loka.nn.graph import Kind, Method, kind_of_module
 from loka.nn.linear import LokaLinear
 
 
@@ -48,6 +48,8 @@ def _why_not_site(place: Place) -> str | None:
         return f"its parameters are read by a call of {block.read_by}, not by the layer itself"
     if block.calls == 0:
         return "is never called, so it may serve a purpose of its own"
+    if block.is_head is None and place.found.graph.method is Method.RUN:
+        return "may be a prediction head: the model's output is of a class that is not looked into"
     if block.is_head is None:
         return "may be a prediction head: who reads its output shows only in a run, so pass example="
     if block.is_first:

@@ -1,20 +1,21 @@
 """Does a model look trained? Mods change what it computes, so its weights would be lost."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def evidence_of_training(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str | None:
+def evidence_of_training(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
     """The first sign of training found, or None.
 
     Signs are: an optimizer that has made steps, a parameter with a gradient, a norm whose parameters differ from feature to
     feature, a BatchNorm that has seen batches, a bias of a linear layer that is neither constant nor inside the ±1/√in_features
     it starts from. A model without norms that has trained for a few steps only may show none.
     """
-    if optimizer is not None and any(_has_stepped(state) for state in optimizer.state.values()):
+    if any(_has_stepped(state) for optimizer in optimizers for state in optimizer.state.values()):
         return "its optimizer has made steps"
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -88,7 +88,8 @@ def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
     names = list(sites)
     kept: dict[str, str] = {}
     for pattern in [keep] if isinstance(keep, str) else keep:
-        matched = [name for name in names if any(fnmatchcase(part, pattern) for part in _with_parents(name))]
+        named = [name for name in names if pattern in _with_parents(name)]  # which may hold brackets
+        matched = named or [name for name in names if any(fnmatchcase(part, pattern) for part in _with_parents(name))]
         if not matched:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
             hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"The sites are: {', '.join(names)}"

@@ -230,6 +230,10 @@ class TestKeep:
         assert reasons(report)["block_norm 3.1"] == "kept by keep='3.*'"
         assert changed(loka.apply_mods(model, "hard_swish", keep="0.2", dry_run=True)) == ["hard_swish 2", "hard_swish 3.2"]
 
+    def test_a_name_with_brackets_is_a_name(self) -> None:
+        model = nn.ModuleDict({"e[0]": nn.SiLU(), "e0": nn.SiLU()})
+        assert reasons(loka.apply_mods(model, keep="e[0]", dry_run=True)) == {"hard_swish e[0]": "kept by keep='e[0]'"}
+
     def test_a_shared_module_is_kept_by_any_of_its_names(self) -> None:
         model = nn.ModuleDict({"a": nn.SiLU()})
         model["b"] = model["a"]

@@ -42,6 +42,17 @@ class TestOptimizer:
         assert not any(torch.equal(one, other) for one, other in zip(before, mlp.parameters(), strict=True))
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
+    def test_several_go_on_with_what_is_left_to_each(self, mlp: nn.Sequential) -> None:
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (mlp[:3], mlp[3:])]
+        loka.apply_mods(mlp, optimizer=optimizers)
+        left = [self.parameters(optimizer) for optimizer in optimizers]
+        assert left == [[id(parameter) for parameter in part.parameters()] for part in (mlp[:3], mlp[3:])]
+
+    @pytest.mark.parametrize("wrong", [3, [None], "adam"])
+    def test_what_is_none_is_told(self, mlp: nn.Sequential, wrong: object) -> None:
+        with pytest.raises(InvalidInput, match="give the optimizer, or a list of them"):
+            loka.apply_mods(mlp, optimizer=wrong)  # type: ignore[arg-type]
+
     def test_names_of_parameters_follow(self, mlp: nn.Sequential) -> None:
         optimizer = torch.optim.SGD(mlp.named_parameters(), lr=0.1)
         loka.apply_mods(mlp, optimizer=optimizer)

@@ -37,6 +37,11 @@ def test_heads_and_what_is_kept_stay_in_high_precision() -> None:
     assert {r.reason for r in plan.sites[3].refused} == {reasons["out"]}
 
 
+def test_a_name_with_brackets_is_a_name() -> None:
+    plan = loka.make_plan(survey(fast("e[0].in"), fast("e0.in")), keep=["e[0]"])
+    assert {s.site: s.is_low_precision for s in plan.sites} == {"e[0].in": False, "e0.in": True}
+
+
 def test_what_nothing_can_stand_in_for_stays_with_its_reason() -> None:
     plan = loka.make_plan(survey(fast("a"), fast("b", stays="is a Scaled, and only torch.nn.Linear is swapped")))
     assert [(one.site, one.is_low_precision) for one in plan.sites] == [("a", True), ("b", False)]
