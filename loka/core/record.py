@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SCHEMA = "loka.record/4"
 FILE = "record.safetensors"
 SAME_DIRECTION = 0.9  # the cosine
+NEVER_CALLED = "never called"  # a note
 _MADE_BY = "loka probe WORKLOAD -o {}"
 
 
@@ -142,15 +143,33 @@ class SiteRecord(SiteFacts):
         if (self.k, self.n) != (other.k, other.n):
             raise InvalidInput(f"site {self.name} is {self.k}×{self.n} in one record and {other.k}×{other.n} in the other")
         sizes = sorted(self.calls.keys() | other.calls.keys())
+        notes = dict.fromkeys((*self.notes, *other.notes, *self._split_differs(other)))
         return dataclasses.replace(
             self,
+            **self._merged_flow(other),
             trains=self.trains or other.trains,
             needs_dx=self.needs_dx or other.needs_dx,
             needs_dw=self.needs_dw or other.needs_dw,
             calls={m: share * self.calls.get(m, 0.0) + (1 - share) * other.calls.get(m, 0.0) for m in sizes},
-            notes=tuple(dict.fromkeys((*self.notes, *other.notes, *self._split_differs(other)))),
+            notes=tuple(note for note in notes if note != NEVER_CALLED or not sizes),
             statistics=self._merged_statistics(other),
         )
+
+    def _merged_flow(self, other: "SiteRecord") -> dict[str, Any]:
+        """What the data flow says, by those that called it. A head in one of them is a head, and what is in front of it or
+        behind it in one of them alone is no part of a block."""
+        called = [site for site in (self, other) if site.calls] or [self, other]
+        one, last = called[0], called[-1]
+        both: dict[str, Any] = {
+            "is_head": one.is_head or last.is_head,
+            "stays": one.stays or last.stays,
+            "stays_serving": one.stays_serving or last.stays_serving,
+            "consumers": tuple(dict.fromkeys((*one.consumers, *last.consumers))),
+        }
+        for group in (("norm", "norm_kind", "activation", "activation_kind"), ("producer",), ("entry", "entry_block")):
+            alike = all(getattr(one, name) == getattr(last, name) for name in group)
+            both |= {name: getattr(one, name) if alike else None for name in group}
+        return both
 
     def _split_differs(self, other: "SiteRecord") -> tuple[str, ...]:
         """A note where the two Probes split dy along different directions: what is known of its parts is then approximate."""
@@ -223,6 +242,11 @@ class Record:
             raise InvalidInput(
                 f"these are records of two models (fingerprints {self.fingerprint} and {other.fingerprint}): "
                 f"merge records of the same sites and shapes"
+            )
+        if self.dtype != other.dtype:
+            raise InvalidInput(
+                f"one of these runs multiplied in {self.dtype} and the other in {other.dtype}: kernels would be compared with "
+                f"another baseline, so measure each by itself"
             )
         share = self.steps_seen / max(1, self.steps_seen + other.steps_seen)
         return dataclasses.replace(

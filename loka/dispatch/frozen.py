@@ -18,7 +18,7 @@ from loka.nn.fused_block import FusedBlock, rows_read
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
-from loka.nn.linear import as_read, output_dtype, refuse_nested
+from loka.nn.linear import as_read, has_rows, output_dtype, require_rows
 from loka.nn.site import no_autocast
 from loka.numerics.formats import is_format
 
@@ -144,10 +144,10 @@ class FrozenLinear(Frozen):
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
-        is_taken = not input.is_nested and self.rows.take(input.numel() // self.in_features) and is_format(self.weight.dtype)
+        is_taken = has_rows(input) and self.rows.take(input.numel() // self.in_features) and is_format(self.weight.dtype)
         if self.has_weight and not is_taken:
             return F.linear(input, self.weight, self.bias)
-        refuse_nested(input)
+        require_rows(input)
         x_MK = as_read(input).reshape(-1, self.in_features)
         with no_autocast(input):
             y_MN = self._multiply(x_MK)

@@ -17,7 +17,7 @@ from loka.dispatch.drift import SiteCasts, feature_energy, predicted_errors
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import AppliedPlan, applied_to, required_applied
 from loka.nn.fused_block import FusedBlock
-from loka.nn.linear import input_of
+from loka.nn.linear import has_rows, input_of
 from loka.nn.unwrap import unwrapped
 
 logger = logging.getLogger("loka")
@@ -216,7 +216,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
     def watch(site: str) -> "torch.utils.hooks.RemovableHandle":
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
             x = input_of(args, kwargs)
-            if x.is_nested or len(seen.get(site, ())) == MOST_CALLS:
+            if not has_rows(x) or len(seen.get(site, ())) == MOST_CALLS:
                 return
             x_MK = x.detach().reshape(-1, x.shape[-1])
             if not x_MK.shape[0]:

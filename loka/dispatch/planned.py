@@ -10,7 +10,7 @@ from loka.core.recipe import Transform
 from loka.dispatch.rows import RowLimits, row_limits
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
-from loka.nn.linear import LokaLinear
+from loka.nn.linear import LokaLinear, has_rows
 from loka.nn.weight_casts import held_tensor, hold
 from loka.numerics.formats import format_of, is_format
 
@@ -18,8 +18,8 @@ _COUNTER = "high_precision_calls"
 
 
 class PlannedLinear(LokaLinear):
-    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, or its dtype, or those are
-    nested, and counts such calls."""
+    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, or its dtype, or there
+    are none to be had, and counts such calls."""
 
     rows: RowLimits
 
@@ -29,7 +29,7 @@ class PlannedLinear(LokaLinear):
         return held_tensor(self, _COUNTER)
 
     def forward(self, input: Tensor) -> Tensor:
-        is_taken = not input.is_nested and self.rows.take(input.numel() // self.in_features)
+        is_taken = has_rows(input) and self.rows.take(input.numel() // self.in_features)
         if is_taken and is_format(self.weight.dtype):
             return super().forward(input)
         self.high_precision_calls.add_(1)

@@ -6,9 +6,11 @@ Probe stores these neighbours, Dispatch fuses what they allow, Mods ask them whi
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from loka.core.errors import UnknownName
+from loka.core.record import NEVER_CALLED
 from loka.nn.block_norm import BlockNorm
 from loka.nn.graph import Call, Graph, Kind, Method, changes_shape_alone
 from loka.nn.graph_run import record_run
@@ -25,7 +27,6 @@ _PRODUCT_MODULES = (
     *(nn.MultiheadAttention, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase),
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
-NEVER_CALLED = "never called"
 _LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d"}
 
 
@@ -153,11 +154,12 @@ def find_blocks(model: nn.Module, example: Example | Arguments | None = None) ->
     """Find the blocks of ``model``.
 
     With ``example``, the arguments of one forward call, the model is run once and everything is known. Without, it is traced
-    symbolically, in parts where its forward branches on values; at the edges of those parts consumers are not known.
-    The model is left as it was.
+    symbolically, in parts where its forward branches on values; at the edges of those parts consumers are not known. So is a
+    model with scripted parts, whose calls a run does not see. The model is left as it was.
     """
     model = unwrapped(model)
-    graph = trace(model) if example is None else record_run(model, arguments_of(example))
+    is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    graph = trace(model) if example is None or is_scripted else record_run(model, arguments_of(example))
     names = _all_names(model)
     sites = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     holders: dict[int, list[str]] = {}

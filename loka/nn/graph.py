@@ -8,11 +8,11 @@ import copy
 import random
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -173,17 +173,17 @@ def plain_name(function: str) -> str:
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Undo what a forward pass does to the modules themselves: attributes it sets, buffers, and what else they hold that it
-    updates in place: tensors, generators, collections. Parameters are not copied: a forward pass reads them."""
-    tables: list[Any] = [module.__dict__ for module in model.modules()]
-    # Among the attributes are the tables of parameters, buffers and children, and the user's own collections.
-    tables += [value for table in tables for value in table.values() if type(value) in _COLLECTIONS]
+    updates in place: tensors, arrays, generators, collections in collections. Objects of other classes are not looked into:
+    another thread may be at work in them. Parameters are not copied: a forward pass reads them."""
+    tables = _tables_of(model)
     tables_before = [(table, copy.copy(table)) for table in tables]
     buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
-    values = chain.from_iterable(table.values() if isinstance(table, dict) else table for table in tables)
-    held = {id(value): value for value in values if isinstance(value, Tensor | torch.Generator)}  # of a vocabulary, nothing
+    kinds = (Tensor, torch.Generator, random.Random, *_numpy_kinds())
+    values = chain.from_iterable(_values_of(table) for table in tables)
+    held = {id(value): value for value in values if isinstance(value, kinds)}  # of a vocabulary, nothing
     others = [value for key, value in held.items() if key not in buffers_before and _is_own_tensor(value)]
     tensors_before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in others]
-    generators_before = [(value, value.get_state()) for value in held.values() if isinstance(value, torch.Generator)]
+    put_back = [_put_back(value) for value in held.values() if not isinstance(value, Tensor)]
     try:
         yield
     finally:
@@ -195,8 +195,42 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         for tensor, version, before in tensors_before:
             if tensor._version != version:
                 tensor.data.copy_(before)
-        for generator, state in generators_before:
-            generator.set_state(state)
+        for undo in put_back:
+            undo()
+
+
+def _tables_of(model: nn.Module) -> list[Any]:
+    """The attributes of its modules, among which are the tables of parameters, buffers and children, and the user's own
+    collections in them, in those again, and so on."""
+    tables: dict[int, Any] = {}
+    pending: list[Any] = [module.__dict__ for module in model.modules()]
+    while pending:
+        table = pending.pop()
+        if id(table) not in tables:
+            tables[id(table)] = table
+            pending += [value for value in _values_of(table) if type(value) in _COLLECTIONS]
+    return list(tables.values())
+
+
+def _values_of(table: Any) -> Iterable[object]:
+    return table.values() if isinstance(table, dict) else table
+
+
+def _numpy_kinds() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    return (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+
+
+def _put_back(value: Any) -> Callable[[], None]:
+    """What makes an array, or a generator of torch, Python or numpy, as it is now."""
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if hasattr(value, "bit_generator"):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if hasattr(value, "set_state"):
+        return partial(value.set_state, value.get_state())
+    before = value.copy()
+    return lambda: value.__setitem__(..., before) if value.flags.writeable else None
 
 
 def _is_own_tensor(value: object) -> TypeGuard[Tensor]:

@@ -3,6 +3,7 @@
 Tensors are followed by identity, so any Python between the calls will do: branches, loops, the user's own batch types.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -53,7 +54,9 @@ class _Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.parameters_read: dict[str, str] = {}
         self._model = model
-        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._parameters: defaultdict[int, list[str]] = defaultdict(list)  # all names of each
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._parameters[id(parameter)].append(name)
         self._constants = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # and what is made of them alone
         self._maker: dict[int, int] = {}  # id of a tensor → the call that made it
         self._alive: list[Tensor] = []  # as long as a tensor lives, its id is its own
@@ -62,6 +65,8 @@ class _Recorder(TorchFunctionMode):
 
     def watch_modules(self, stack: ExitStack) -> None:
         for name, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             enter, leave = self._hooks(name, kind_of_module(module))
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
@@ -112,8 +117,7 @@ class _Recorder(TorchFunctionMode):
             made += [tensor._base for tensor in made if tensor._base is not None]
         name = plain_name(raw_name)
         for tensor in given:
-            if id(tensor) in self._parameters:
-                self.parameters_read[self._parameters[id(tensor)]] = name
+            self.parameters_read |= dict.fromkeys(self._parameters.get(id(tensor), ()), name)
         self._record(None, name, False, (args, kwargs), made)
 
     def _record(self, kind: Kind | None, name: str, is_module: bool, given: Any, made: list[Tensor]) -> None:

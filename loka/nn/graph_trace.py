@@ -6,6 +6,7 @@ one opaque call where its parent is traced, and its children are pieces of their
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,11 +103,10 @@ class _GraphBuilder:
         self.parameters_read: dict[str, str] = {}
         self._search = search
         self._names = {id(module): name for name, module in search.modules.items()}
-        self._parameters = {
-            id(parameter): f"{name}.{parameter_name}" if name else parameter_name
-            for name, module in search.modules.items()
-            for parameter_name, parameter in module.named_parameters(recurse=False)
-        }
+        self._parameters: defaultdict[int, list[str]] = defaultdict(list)  # all names of each
+        for name, module in search.modules.items():
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                self._parameters[id(parameter)].append(f"{name}.{parameter_name}" if name else parameter_name)
 
     def add_piece(self, name: str, owner: str | None) -> None:
         """``owner`` is the untraceable module that calls this piece and does with its output what nobody knows."""
@@ -177,8 +177,7 @@ class _GraphBuilder:
             if read.op == "get_attr":
                 owner, _, attribute = str(read.target).rpartition(".")
                 tensor = getattr(self._search.modules[root].get_submodule(owner), attribute, None)
-                if id(tensor) in self._parameters:
-                    self.parameters_read[self._parameters[id(tensor)]] = function
+                self.parameters_read |= dict.fromkeys(self._parameters.get(id(tensor), ()), function)
 
 
 def _first_sentence(message: str) -> str:

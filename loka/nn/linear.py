@@ -234,15 +234,23 @@ def input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else kwargs["input"]
 
 
-def refuse_nested(x: Tensor) -> None:
-    if x.is_nested:
-        raise InvalidInput("8-bit layers take no nested tensors: run them on x.values(), or leave this layer in high precision")
+def has_rows(x: Tensor) -> bool:
+    """Whether its rows are to be had: those of nested and of sparse tensors are not."""
+    return x.layout is torch.strided and not x.is_nested
+
+
+def require_rows(x: Tensor) -> None:
+    if not has_rows(x):
+        raise InvalidInput(
+            "8-bit layers take no nested tensors, and no sparse ones: run them on x.values() or x.to_dense(), or leave this "
+            "layer in high precision"
+        )
 
 
 def require_input(x: Tensor, weight_NK: Tensor) -> None:
     """Refuse what ``nn.Linear`` would refuse too, with what is expected instead."""
     in_features = weight_NK.shape[1]
-    refuse_nested(x)
+    require_rows(x)
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise InvalidInput(f"expected input of shape (..., {in_features}), got {tuple(x.shape)}")
     if x.device != weight_NK.device:

@@ -1,5 +1,6 @@
 """What the model's data flow says about a site, in the Record's words."""
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +16,8 @@ from loka.nn.linear import LokaLinear, why_not_swapped
 from loka.nn.unwrap import Example, arguments_of
 from loka.probe.watch import Watch
 
+logger = logging.getLogger("loka")
+
 
 def blocks_of(model: nn.Module, seen: Watch, example: Example | None) -> FoundBlocks:
     """The blocks of ``model``, from one run on the example or the batch that was seen, or traced where it cannot be run."""
@@ -26,7 +29,11 @@ def blocks_of(model: nn.Module, seen: Watch, example: Example | None) -> FoundBl
     try:
         with torch.autocast(device, dtype) if dtype else nullcontext():
             return find_blocks(model, given)
-    except Exception:  # the user's model may not run twice on one batch; a trace knows less, and says so
+    except Exception as error:  # the user's model may not run twice on one batch; a trace knows less, and says so
+        if example is not None:
+            logger.warning(
+                "the model does not run on the example that the Probe was given: %s: %s", type(error).__name__, error
+            )
         return find_blocks(model)
 
 

@@ -37,6 +37,7 @@ from loka.probe.weights import WeightsOverTime, weight_of
 logger = logging.getLogger("loka")
 
 MOST_FLOWS = 8  # each takes one forward pass more
+CALLS_LEFT_OUT = "called without a gradient too, and not learned from there: errors are those of the calls that train it"
 SPREAD = 4  # a sample is learned within one in so many of the steps before the next
 
 
@@ -191,6 +192,8 @@ class Probe:
                 if calls:
                     _require_baseline(name, calls[-1].dtype)
                     self._dtypes[name] = calls[-1].dtype
+                if seen.leaves_calls_out(name):
+                    site.note(CALLS_LEFT_OUT)
                 rows = site.look(calls, seen.dw_NK.get(name), all_finite=all_finite)
                 if rows is not None and site.may_wait:
                     self._unlearned.append((site, rows))

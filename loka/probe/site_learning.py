@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
-from loka.core.record import SiteRecord
+from loka.core.record import NEVER_CALLED, SiteRecord
 from loka.core.statistics import Statistic
-from loka.nn.blocks import NEVER_CALLED, Block
+from loka.nn.blocks import Block
 from loka.numerics.formats import format_of
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
@@ -36,6 +36,9 @@ class SiteLearning:
         """Whether a sample may be learned later: not the first, and not where a device must be waited for."""
         return bool(self._statistics) and self._covariance is not Covariance.LOW_RANK
 
+    def note(self, text: str) -> None:
+        self._notes[text] = None
+
     def look(self, calls: list[Call], dw_NK: Tensor | None, *, all_finite: bool) -> Rows | None:
         """Count the calls of a step, and take of their rows those that hold no NaN or infinity, to be learned."""
         if self._module.bias is not None:
@@ -43,7 +46,7 @@ class SiteLearning:
         if not calls:
             return None
         for call in calls:
-            self._calls[call.m] = self._calls.get(call.m, 0) + 1
+            self._calls[call.m] = self._calls.get(call.m, 0) + call.is_first_backward
             self._needs_dx |= call.needs_dx
         x_RK = _joined([call.x_RK for call in calls])
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
@@ -51,7 +54,7 @@ class SiteLearning:
         if not all_finite:
             finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
             if not finite_R.all():
-                self._notes["rows with NaN or infinite values were seen and left out"] = None
+                self.note("rows with NaN or infinite values were seen and left out")
                 x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
             dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
         if not len(x_RK):

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from loka.nn.linear import has_rows
 from loka.nn.unwrap import Arguments
 
 
@@ -27,6 +28,11 @@ class Call:
     dtype: torch.dtype  # of the output: what the GEMM ran in
     needs_dx: bool  # whether anything in front of it learns
     dy_RN: Tensor | None = None
+    is_first_backward: bool = True  # through it, of several
+
+    def repeats(self, other: "Call") -> bool:
+        """Whether it ran on what ``other`` ran on."""
+        return self.m == other.m and torch.equal(self.x_RK, other.x_RK)
 
 
 @dataclass
@@ -44,6 +50,12 @@ class Watch:
         site twice, once without a graph or for a graph that is thrown away."""
         calls = self.calls.get(site, [])
         return [call for call in calls if call.dy_RN is not None] or calls
+
+    def leaves_calls_out(self, site: str) -> bool:
+        """Whether ``trained_calls`` are without some that ran on something else, as behind a stopped gradient."""
+        trained = self.trained_calls(site)
+        others = [call for call in self.calls.get(site, []) if call.dy_RN is None and trained[0].dy_RN is not None]
+        return any(not any(call.repeats(one) for one in trained) for call in others)
 
 
 @contextmanager
@@ -114,10 +126,10 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
 
 
 def _ends_in(value: object, features: int) -> TypeGuard[Tensor]:
-    """Not of nested tensors, nor of what ``torch.func`` puts in a tensor's place: their rows are not to be had."""
-    if not isinstance(value, Tensor) or value.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(value):
+    """Not of what ``torch.func`` puts in a tensor's place: its rows are not to be had either."""
+    if not isinstance(value, Tensor) or not has_rows(value) or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return False
-    return value.ndim > 0 and value.shape[-1] == features
+    return value.ndim > 0 and value.shape[-1] == features and features > 0
 
 
 def _take_gradient(calls: list[Call], call: Call, dy: Tensor, chosen_R: Tensor) -> None:
@@ -126,7 +138,7 @@ def _take_gradient(calls: list[Call], call: Call, dy: Tensor, chosen_R: Tensor) 
     if call.dy_RN is None:
         call.dy_RN = dy_RN
     else:
-        calls.append(replace(call, dy_RN=dy_RN))
+        calls.append(replace(call, dy_RN=dy_RN, is_first_backward=False))
 
 
 def choose_rows(m: int, rows: int, generator: torch.Generator) -> Tensor:

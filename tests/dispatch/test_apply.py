@@ -361,15 +361,19 @@ def test_serving_plans_run_fprop_alone() -> None:
     assert bottom.rows.take(1)
 
 
-def test_nested_tensors_run_in_high_precision_and_are_counted() -> None:
+def test_nested_and_sparse_tensors_run_in_high_precision_and_are_counted() -> None:
     model, plain = tower(), tower()
     applied = loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE, "top.0": ROWWISE}))
     x = torch.nested.nested_tensor([torch.randn(3, 24), torch.randn(5, 24)], layout=torch.jagged)
     assert torch.equal(model(x).values(), plain(x).values())
     assert applied.high_precision_calls() == {"bottom": 1, "top.0": 1}
+    sparse = torch.eye(24).to_sparse()
+    assert torch.equal(model.bottom(sparse), plain.bottom(sparse))
+    assert applied.high_precision_calls() == {"bottom": 2, "top.0": 1}
     loka.freeze(model, drop_high_precision=True)
-    with pytest.raises(InvalidInput, match="no nested tensors"):
-        model(x)
+    for one in (x, sparse):
+        with pytest.raises(InvalidInput, match=r"no nested tensors, and no sparse ones.*x.to_dense\(\)"):
+            model.bottom(one)
 
 
 def test_what_was_restored_is_cast_no_more() -> None:

@@ -379,19 +379,23 @@ def test_a_weight_that_a_function_reads_too_is_not_dropped() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.encode, self.deep, self.head = nn.Linear(24, 32), nn.Linear(24, 32), nn.Linear(32, 1)
+            self.same = nn.Linear(24, 32, bias=False)
+            self.same.weight = self.encode.weight
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            again = nn.functional.linear(self.encode(x).relu(), self.encode.weight.t())
+            again = nn.functional.linear((self.encode(x) + self.same(x)).relu(), self.encode.weight.t())
             return self.head(self.deep(again).relu())
 
     torch.manual_seed(0)
     model = Tied()
-    loka.apply_plan(model, plan_for(model, dict.fromkeys(("encode", "deep"), ROWWISE), goal=Goal.SERVING))
+    loka.apply_plan(model, plan_for(model, dict.fromkeys(("encode", "deep", "same"), ROWWISE), goal=Goal.SERVING))
     expected = model(batch())
     loka.freeze(model, drop_high_precision=True)
     assert torch.equal(model(batch()), expected)
     codes = {"deep.codes", "deep.scale"}
-    assert set(model.state_dict()) == {"encode.weight", "encode.bias", "deep.bias", "head.weight", "head.bias"} | codes
+    assert set(model.state_dict()) == codes | {
+        *("encode.weight", "same.weight", "encode.bias", "deep.bias", "head.weight", "head.bias")
+    }
 
 
 def test_a_frozen_model_is_refreshed_and_not_trained() -> None:

@@ -172,3 +172,29 @@ def test_a_compiled_model_is_looked_through() -> None:
     model.compile(backend="eager")
     assert find_blocks(model, (torch.randn(2, 4),)).blocks == expected
     assert find_blocks(model).blocks == expected
+
+
+@pytest.mark.parametrize("example", [None, (torch.randn(2, 4),)])
+def test_a_weight_that_a_function_reads_is_read_under_all_its_names(example: tuple[Tensor] | None) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(self.a(x).relu()) + F.linear(x, self.a.weight))
+
+    found = find_blocks(Tied(), example)
+    assert [found.of(site).read_by for site in "abc"] == ["linear", "linear", None]
+
+
+def test_a_scripted_part_is_traced_around_with_an_example_too() -> None:
+    model = nn.Sequential(
+        torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)
+    )
+    for example in (None, (torch.randn(2, 4),)):
+        found = find_blocks(model, example)
+        assert found.graph.method is Method.TRACE
+        assert found.of("1").activation == Follower("ReLU", "2")
+        assert found.of("3").is_head

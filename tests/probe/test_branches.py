@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.errors import InvalidInput
@@ -110,7 +111,7 @@ def test_each_backward_pass_of_a_step_shows_its_gradients() -> None:
         (1000 * y[:, 0].sum()).backward(retain_graph=True)
         y[:, 1].sum().backward()
     site = probe.record().sites["0"]
-    assert site.calls == {64: 2.0}
+    assert site.calls == {64: 1.0}  # forward ran once
     _, dy = site.sample(512, torch.Generator().manual_seed(0))
     assert dy is not None
     sizes = dy.norm(dim=1)
@@ -118,12 +119,53 @@ def test_each_backward_pass_of_a_step_shows_its_gradients() -> None:
     assert ((sizes > 0) & (sizes < 10)).any()
 
 
+def test_calls_without_a_gradient_beside_others_are_told_unless_they_are_repetitions() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(64, 8, requires_grad=True)
+
+    def notes(step: Callable[[], Tensor]) -> list[str]:
+        probe = loka.Probe(model, every=1, example=(x,))
+        with probe.step():
+            step().sum().backward()
+        record = probe.record()
+        assert record.sites["0"].calls == {64: 1.0}
+        return [note for note in record.sites["0"].notes if "without a gradient" in note]
+
+    def stopped(other: Tensor) -> Tensor:
+        with torch.no_grad():
+            model(other)
+        return model(x)
+
+    assert notes(lambda: checkpoint(model, x, use_reentrant=True)) == []
+    assert notes(lambda: checkpoint(model, x, use_reentrant=False)) == []
+    assert notes(lambda: stopped(1000 * x))
+    assert notes(lambda: stopped(x[:32]))
+
+
+def test_an_example_on_which_the_model_does_not_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    probe = loka.Probe(model, every=1, example=(torch.randn(4, 7),))
+    with caplog.at_level(logging.WARNING, "loka"), probe.step():
+        model(torch.randn(4, 8)).sum().backward()
+    assert "does not run on the example that the Probe was given: RuntimeError: mat1 and mat2 shapes" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_features_is_passed_by() -> None:
+    model = nn.Sequential(nn.Linear(8, 0), nn.ReLU(), nn.Linear(0, 4))
+    record = record_of(model, (torch.randn(4, 8),))
+    assert [site.calls for site in record.sites.values()] == [{}, {}]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_calls_whose_rows_are_not_to_be_had_are_passed_by() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     probe = loka.Probe(model, every=1)
     jagged = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
     with probe.step():
         model(jagged).values().sum().backward()
+    for sparse in (torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr()):
+        with probe.step():
+            model[0](sparse).sum().backward()
     parameters = dict(model.named_parameters())
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -133,7 +175,7 @@ def test_calls_whose_rows_are_not_to_be_had_are_passed_by() -> None:
         vmap(grad(loss), in_dims=(None, 0))(parameters, torch.randn(4, 8))
     with probe.step():
         model(torch.randn(32, 8)).sum().backward()
-    assert probe.record().sites["0"].calls == {32: pytest.approx(1 / 3)}
+    assert probe.record().sites["0"].calls == {32: pytest.approx(1 / 5)}
 
 
 def test_a_layer_that_was_replaced_is_told(tmp_path: Path) -> None:

@@ -131,13 +131,18 @@ def test_training_is_the_same_whatever_forward_draws_and_keeps() -> None:
             self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 1)
             self.generator = torch.Generator().manual_seed(3)
             self.recent: deque[float] = deque(maxlen=3)
+            self.random, self.numpy = random.Random(4), [np.random.default_rng(5), np.random.RandomState(6)]
+            self.bank = {"seen": {"times": [0], "rows": np.zeros(1)}}
             self.memory = torch.zeros(6)
 
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 if random.random() < 0.5 or np.random.rand() < 0.3:  # noqa: NPY002
                     x = layer(x).relu()
-            x = x + torch.rand(6, generator=self.generator) + len(self.recent)
+            x = x + torch.rand(6, generator=self.generator) + len(self.recent) + self.random.random()
+            x = x + sum(one.uniform() for one in self.numpy) + self.bank["seen"]["rows"][0] + self.bank["seen"]["times"][0]
+            self.bank["seen"]["rows"] += 1
+            self.bank["seen"]["times"][0] += 1
             self.recent.append(x.mean().item())
             self.memory.mul_(0.5).add_(x.detach().mean(0))
             return self.head(x + self.memory)

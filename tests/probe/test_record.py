@@ -13,6 +13,7 @@ from torch import nn
 
 import loka
 from loka.core.errors import InvalidFile, InvalidInput
+from loka.core.recipe import Format
 from loka.core.record import FILE, SCHEMA, Record
 
 
@@ -267,3 +268,41 @@ def test_what_either_run_needed_is_needed_of_both(record: Record) -> None:
         assert (merged.sites[name].needs_dx, merged.sites[name].needs_dw, merged.step_us) == (True, True, 7.0)
         assert set(merged.sites[name].notes) == {"one", "two"}
     assert dataclasses.replace(record, step_us=5.0).merge(other).step_us == 5.0
+
+
+def test_records_of_two_precisions_do_not_merge(record: Record) -> None:
+    with pytest.raises(InvalidInput, match=r"multiplied in fp32 and the other in bf16.*measure each by itself"):
+        record.merge(dataclasses.replace(record, dtype=Format.BF16))
+
+
+class Domains(nn.Module):
+    """One body, and for each domain what is behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(12, 16), nn.LayerNorm(16)
+        self.heads = nn.ModuleDict({name: nn.Linear(16, 5) for name in "ab"})
+
+    def forward(self, x: torch.Tensor, domain: str) -> torch.Tensor:
+        h = self.body(x)
+        return self.heads[domain](self.norm(h) if domain == "a" else h.relu())
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_what_is_around_a_layer_is_told_by_the_runs_that_called_it(order: str) -> None:
+    def record_in(domain: str) -> Record:
+        torch.manual_seed(0)
+        model = Domains()
+        probe = loka.Probe(model, every=1)
+        with probe.step():
+            model(torch.randn(32, 12), domain).sum().backward()
+        return probe.record()
+
+    one, other = map(record_in, order)
+    merged = one.merge(other)
+    assert [merged.sites[f"heads.{name}"].is_head for name in "ab"] == [True, True]
+    assert not any("never called" in site.notes for site in merged.sites.values())
+    assert {one.sites["body"].norm_kind, other.sites["body"].norm_kind} == {"LayerNorm", None}
+    assert (merged.sites["body"].norm, merged.sites["body"].norm_kind) == (None, None)  # behind it in one of them alone
+    assert set(merged.sites["body"].consumers) == {*one.sites["body"].consumers, *other.sites["body"].consumers}
+    assert one.merge(one).sites["body"].norm_kind == one.sites["body"].norm_kind
