@@ -31,6 +31,7 @@ from loka.nn.weight_casts import recast_after_step
 # Of the loss, relatively. A model that trains by a plan pays up to twice what rounding costs one that did not (0.015 % by this
 # check came to 0.024 %), and 0.02 % is what it may pay.
 MAX_LOSS_CHANGE = {Goal.TRAINING: 5e-5, Goal.SERVING: 2e-4}
+LEAST_DIFFERENCE = 1e-6  # of a loss from itself that is told, relative: sums in another order make less
 MAX_GRADIENT_CHANGE = 0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a lost gradient is off by 1
 GRADIENT_BATCHES = 2
 
@@ -118,6 +119,7 @@ def check_plan(
         baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
+        _require_repeatable(high[0], losses(model, held_out[:1], loss)[0], limit)
         rounds: list[Round] = []
         alone: dict[str, LossChange] = {}
         changed: set[str] = set()  # sites that run on other kernels than when they were asked
@@ -287,6 +289,14 @@ def _room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
     import torch._dynamo  # not loaded unless somebody compiles
 
     return torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=65536)
+
+
+def _require_repeatable(once: float, again: float, limit: float) -> None:
+    if abs(again - once) > max(limit, LEAST_DIFFERENCE) * abs(once):
+        raise InvalidInput(
+            f"the loss of one batch is {once:.6g} and then {again:.6g} with nothing changed: no plan could be told from that. "
+            f"Let loss(model, batch) seed what it draws, or draw it by torch's own generator, which is put back"
+        )
 
 
 def _learned_by(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> frozenset[Tensor]:

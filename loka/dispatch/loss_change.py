@@ -26,7 +26,7 @@ from loka.core.errors import InvalidInput
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
 from loka.nn.graph import left_as_it_was, random_state_kept
-from loka.nn.linear import input_of
+from loka.nn.linear import has_rows, input_of
 from loka.numerics.confidence import estimate_mean
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -76,7 +76,7 @@ def losses_both_ways(
     """The same with the errors of the modules in ``planned`` as they are, and turned around."""
     both = []
     for batch in batches:
-        errors: deque[Tensor] = deque()
+        errors: Errors = {}
         with _hooked(planned, partial(_record, errors)):
             as_it_is = losses(model, [batch], loss)
         with _hooked(planned, partial(_turn_around, errors)):
@@ -92,13 +92,15 @@ def change_of(planned: Sequence[float], mirrored: Sequence[float], high: Sequenc
     return LossChange(changes.mean, changes.low, sum(even) / len(even))
 
 
-Hook = Callable[[Tensor, Tensor], Tensor | None]  # of what a site gave, and what it would give in high precision
+Hook = Callable[[nn.Module, Tensor, Tensor], Tensor | None]  # a site, what it gave, and what it would give in high precision
+Errors = dict[nn.Module, deque[Tensor]]  # by site, in the order of its calls
 
 
 @contextmanager
 def _hooked(modules: Sequence[nn.Module], hook: Hook) -> Iterator[None]:
     def run(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], rounded: Tensor) -> Tensor | None:
-        return hook(rounded, _in_high_precision(module, input_of(args, kwargs)))
+        x = input_of(args, kwargs)
+        return hook(module, rounded, _in_high_precision(module, x)) if has_rows(x) else None  # else it ran in high precision
 
     followers = {block for module in modules if isinstance(module, FusedBlock) for block in module.followers}
     handles = [module.register_forward_hook(run, with_kwargs=True) for module in modules if module not in followers]
@@ -109,14 +111,15 @@ def _hooked(modules: Sequence[nn.Module], hook: Hook) -> Iterator[None]:
             handle.remove()
 
 
-def _record(errors: deque[Tensor], rounded: Tensor, exact: Tensor) -> None:
-    errors.append(rounded.float() - exact.float())
+def _record(errors: Errors, site: nn.Module, rounded: Tensor, exact: Tensor) -> None:
+    errors.setdefault(site, deque()).append(rounded.float() - exact.float())
 
 
-def _turn_around(errors: deque[Tensor], rounded: Tensor, exact: Tensor) -> Tensor:
-    if not errors or errors[0].shape != exact.shape:
-        raise InvalidInput("the loss runs other layers when it is called twice on a batch: make it the same every time")
-    return (exact.float() - errors.popleft()).to(rounded.dtype)
+def _turn_around(errors: Errors, site: nn.Module, rounded: Tensor, exact: Tensor) -> Tensor | None:
+    """Rounding in front of a router sends rows to other experts: a call of other rows than before is left as it is, rounded."""
+    of_site = errors.get(site)
+    error = of_site.popleft() if of_site else None
+    return None if error is None or error.shape != exact.shape else (exact.float() - error).to(rounded.dtype)
 
 
 def _in_high_precision(module: nn.Module, x: Tensor) -> Tensor:

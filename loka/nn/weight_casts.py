@@ -202,5 +202,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for holder in list(_holders):
-        if id(holder.weight) in moved:
+        if id(holder.weight) in moved and not _stood_still(holder):
             holder.recast_after_step()
+
+
+def _stood_still(holder: HoldsWeightCasts) -> bool:
+    """An optimizer leaves alone what has no gradient, and a backward pass that is still to come may need its casts as they
+    are."""
+    known: _CastOf | None = vars(holder).get(CAST_OF)
+    return holder.weight.grad is None and known is not None and known.mark == _mark_of(holder.weight)

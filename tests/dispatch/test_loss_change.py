@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import loka
-from loka.core.errors import InvalidInput
 from loka.core.plan import BlockPlan
 from loka.dispatch.loss_change import LossChange, change_of, losses, losses_both_ways
 
@@ -81,12 +80,20 @@ def test_errors_of_a_chain_are_turned_around_as_a_whole(entered: bool, monkeypat
     torch.testing.assert_close(turned, 2 * exact - rounded)
 
 
-def test_a_loss_that_runs_other_layers_the_second_time_is_refused() -> None:
+def test_a_call_of_other_rows_than_before_is_left_as_it_is() -> None:
+    """As of an expert to which a router sends other rows."""
     model = decided()
-    applied = loka.apply_plan(model, plan_for(model, {"0": ROWWISE}))
+    applied = loka.apply_plan(model, plan_for(model, {"0": ROWWISE, "1": ROWWISE}))
+    outputs: list[Tensor] = []
     sizes = iter([8, 9])
-    with pytest.raises(InvalidInput, match="the loss runs other layers when it is called twice on a batch"):
-        losses_both_ways(model, [applied.module("0")], [batch()], lambda model, x: model(x[: next(sizes)]).sum())
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        outputs.append(model[0](x[: next(sizes)]).detach())
+        return model[1](outputs[0]).sum()
+
+    as_it_is, mirrored = losses_both_ways(model, [applied.module(site) for site in "01"], [batch()], loss)
+    assert torch.equal(outputs[0], outputs[1][:8])
+    assert as_it_is != mirrored  # the other site's errors are turned around
 
 
 @pytest.mark.parametrize(

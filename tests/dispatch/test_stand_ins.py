@@ -144,6 +144,12 @@ class TestPlainAttributes:
         loka.apply_plan(model, plan_for(model, {"0": BlockPlan("triton.block", "1", "2", False, None)}))
         assert [type(model[index]) for index in range(3)] == [FusedBlock, PassThrough, PassThrough]
         assert (model[0].scale, model[1].mult, model[2].name) == (3.0, 2.0, "act")
+        seen: list[int] = []
+        for index in range(3):
+            model[index].register_forward_hook(lambda *_, index=index: seen.append(index))
+        loka.restore(model)
+        model(torch.randn(2, 32))
+        assert seen == [0, 1, 2]
 
 
 class TestADtypeThatNothingCasts:

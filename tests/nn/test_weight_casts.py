@@ -242,6 +242,18 @@ class TestTheyFollowTheWeight:
         monkeypatch.setattr(module, "recast_after_step", lambda: pytest.fail("refreshed for another's step"))
         self.step(other, torch.optim.SGD(other.parameters(), lr=0.1))
 
+    def test_a_weight_without_a_gradient_is_left_as_it_is(self) -> None:
+        """Or a backward pass that comes behind the step could not read its casts."""
+        one, two = (loka.LokaLinear(32, 24, kernels=SAME) for _ in range(2))
+        optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+        first, second = (module(torch.randn(8, 32, requires_grad=True)).square().sum() for module in (one, two))
+        for loss in (first, second):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert self.is_current(one)
+        assert self.is_current(two)
+
     def test_without_the_hook_they_would_be_stale(self) -> None:
         module = loka.LokaLinear(32, 24, kernels=SAME)
         with torch.no_grad():

@@ -1,0 +1,80 @@
+"""The joint check on models and losses of other kinds: with routers, nested tensors, and random numbers of their own."""
+
+import pytest
+import torch
+from plans import ROWWISE, batch, plan_for, tower
+from torch import Tensor, nn
+
+import loka
+from loka.core.errors import InvalidInput
+from loka.core.plan import Goal
+
+LIMITS = {"min_speedup": 0.0, "max_loss_change": 0.05, "repeats": 1}
+
+
+@pytest.mark.parametrize("goal", Goal)
+def test_of_random_numbers_that_are_not_put_back_no_plan_is_told(goal: Goal) -> None:
+    own = torch.Generator().manual_seed(0)
+
+    def loss(model: nn.Module, x: Tensor, generator: torch.Generator | None = own) -> Tensor:
+        return 1 + model(x + torch.randn(x.shape, generator=generator)).square().mean()
+
+    plan = plan_for(tower(), {"bottom": ROWWISE}, goal=goal)
+    with pytest.raises(InvalidInput, match=r"loss of one batch is \S+ and then \S+ with nothing changed.*seed what it draws"):
+        loka.check_plan(tower(), plan, [batch()], loss=loss, min_speedup=0.0, repeats=1)
+    checked = loka.check_plan(tower(), plan, [batch()], loss=lambda model, x: loss(model, x, None), **LIMITS)
+    assert checked.plan is plan
+
+
+class Routed(nn.Module):
+    """Each row goes to one of four experts, by a router that rounding moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.router, self.head = nn.Linear(24, 40), nn.Linear(40, 4), nn.Linear(40, 1)
+        self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.front(x).relu()
+        scores = self.router(h)
+        out = torch.zeros_like(h)
+        for index, expert in enumerate(self.experts):
+            mine = scores.argmax(-1) == index
+            out[mine] = expert(h[mine]) * scores.softmax(-1)[mine, index, None]
+        return self.head(out.tanh()).squeeze(-1)
+
+
+@pytest.mark.parametrize("goal", Goal)
+def test_experts_get_other_rows_when_their_router_is_rounded(goal: Goal) -> None:
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(512, 24)
+    plan = plan_for(model, dict.fromkeys(("front", *(f"experts.{index}" for index in range(4))), ROWWISE), goal=goal)
+    rows: list[list[int]] = [[], []]
+    for calls in rows:
+        hooks = [one.register_forward_hook(lambda _, args, y, calls=calls: calls.append(len(y))) for one in model.experts]
+        model(x)
+        for hook in hooks:
+            hook.remove()
+        if not rows[1]:
+            loka.apply_plan(model, plan)
+    loka.restore(model)
+    assert rows[0] != rows[1]
+    checked = loka.check_plan(model, plan, [x], loss=lambda model, x: 1 + model(x).square().mean(), **LIMITS)
+    assert len(checked.rounds) == 1
+    assert checked.rounds[0].sites == 5
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_calls_with_nested_tensors_make_no_error() -> None:
+    """As inside an encoder that is given a mask."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.ModuleDict({"front": nn.Linear(16, 16), "encoder": nn.TransformerEncoder(layer, 1), "head": nn.Linear(16, 1)})
+    mask = torch.arange(5) >= torch.tensor([5, 3, 2, 4])[:, None]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return 1 + model["head"](model["encoder"](model["front"](x), src_key_padding_mask=mask)[:, :2]).square().mean()
+
+    plan = plan_for(model, dict.fromkeys(("front", "encoder.layers.0.linear1"), ROWWISE))
+    checked = loka.check_plan(model, plan, [torch.randn(4, 5, 16)], loss=loss, **LIMITS)
+    assert checked.rounds[-1].sites == 2
