@@ -13,7 +13,7 @@ import torch
 import loka
 from loka.core.environment import Environment, current_command, current_environment
 from loka.core.errors import InvalidFile, InvalidInput, UnknownName
-from loka.core.files import atomic_path, atomic_write, require_folder
+from loka.core.files import atomic_path, atomic_write, file_in, require_folder
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.core.registry import Registry
@@ -205,3 +205,16 @@ class TestResults:
 def test_no_more_than_all_of_a_step_is_covered() -> None:
     """Parts that were timed apart may add up to more; a step that was not timed has none."""
     assert [Ceiling(*times).covered for times in ((10.0, 4.0), (10.0, 20.0), (0.0, 1.0))] == [0.4, 1.0, 0.0]
+
+
+def test_a_table_has_as_many_columns_in_every_line() -> None:
+    """Where the line below the header has another number of them, a reader of Markdown shows no table at all."""
+    table = markdown_table(["kernel", "µs", "error"], [["torch.bf16", "3.1", "0"], ["torch.rowwise", "2.0", "0.08"]])
+    assert [line.count("|") for line in table.splitlines()] == [4, 4, 4, 4]
+
+
+def test_a_folder_may_be_called_like_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "of_plan.json"
+    folder.mkdir()
+    assert file_in(folder, "plan.json") == folder / "plan.json"
+    assert file_in(folder / "other.json", "plan.json") == folder / "other.json"

@@ -22,6 +22,7 @@ from loka.kernels.contract import KERNELS, Kernel, why_not
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import padding_refusal
+from loka.kernels.providers.onednn import LONGEST_CONTRACTION
 from loka.nn.weight_casts import held
 from loka.numerics.reference import gemm
 from loka.numerics.scaling import quantize
@@ -324,10 +325,11 @@ class TestRowsAKernelCannotTake:
             (ONEDNN, CPU),
             (SiteKernels.same("torch.rowwise"), hopper),
             (SiteKernels("torch.blockwise", "torch.blockwise", "torch.blockwise"), hopper),
+            (SiteKernels("torch.rowwise", "torch.rowwise", "torch.blockwise"), hopper),
         ]:
             limits = row_limits(SiteExecutor(kernels).kernels, 256, 512, Format.BF16, device)
             assert not isinstance(limits, str)
-            for m in [*range(1, 300), 384, 385, 512, 700, 133_151, 133_152, 133_153, 200_000]:
+            for m in [*range(1, 300), 384, 385, 512, 700, LONGEST_CONTRACTION, LONGEST_CONTRACTION + 1, 200_000]:
                 problems = [(role, GemmProblem.of(role, SiteShape(m, 256, 512), Format.BF16, device)) for role in Role]
                 refusals = [_apart_from_hardware(KERNELS.get(kernels.of(role)), problem) for role, problem in problems]
                 assert limits.take(m) == (not any(refusals)), (kernels, m, refusals)

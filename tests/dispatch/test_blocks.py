@@ -2,6 +2,7 @@
 
 import copy
 
+import msgspec
 import pytest
 import torch
 from plans import ROWWISE, plan_for
@@ -259,3 +260,17 @@ def test_what_users_put_on_a_chain_stays_when_one_of_its_blocks_goes() -> None:
     loka.restore(model)
     model(batch())
     assert (calls, model.layers[0].mine) == (["first", "first"], 1)
+
+
+def test_a_block_that_is_worth_nothing_without_the_one_in_front_falls_back_with_it() -> None:
+    """It takes 50 of 100 µs behind the other, and 110 where it casts its own input."""
+    model = chain()
+    fed = msgspec.structs.replace(block(3, "layers.0"), input_cast_us=60.0)
+    plan = plan_for(model, {"layers.0": block(0), "layers.3": fed, "side": ROWWISE})
+    model.layers[0].register_forward_hook(lambda module, args, output: None)
+    applied = loka.apply_plan(model, plan, on_missing="high_precision")
+    assert applied.sites == ("side",)
+    assert list(applied.fell_back) == ["layers.0", "layers.3"]
+    assert "has hooks" in applied.fell_back["layers.0"]
+    assert "without layers.0 in front, under 1.05×" in applied.fell_back["layers.3"]
+    assert type(model.layers[3]) is nn.Linear

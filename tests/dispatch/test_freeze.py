@@ -472,3 +472,18 @@ def _check_it_reads_autocasts_dtype(frozen: nn.Module, x: torch.Tensor) -> None:
     y = frozen(x)
     assert y.dtype is torch.bfloat16
     assert torch.equal(y, frozen(x.bfloat16()))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("transform", ["center", "rescale"])
+def test_a_site_with_a_transform_is_frozen_and_loaded_with_it(transform: str, drop: bool) -> None:
+    vector = torch.exp2(torch.arange(24).remainder(5) - 1.0)
+    expected = []
+    models = [tower(seed) for seed in (0, 1)]
+    for model, own in zip(models, (vector, 2 * vector if drop else vector), strict=True):  # it is in the file with its codes
+        loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}, vectors={f"bottom/{transform}": own}))
+        expected.append(model(batch()).detach())
+        loka.freeze(model, drop_high_precision=drop)
+        assert torch.equal(model(batch()), expected[-1])
+    models[0].load_state_dict(models[1].state_dict())
+    assert torch.equal(models[0](batch()), expected[1])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loka.core.gemm import Role
 from loka.core.plan import Choice, FinerForward, SitePlan
-from loka.dispatch.give_back import too_costly
+from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.loss_change import LossChange
 
 
@@ -79,3 +79,23 @@ def test_one_large_site_may_be_worth_more_than_all_that_are_cheap() -> None:
     sites = [site("large", 40.0), site("cheap", 2.0), site("cheaper", 1.0)]
     alone = {"large": cost(5e-5), "cheap": cost(2e-6), "cheaper": cost(5e-7)}  # by what they save for it, the cheap ones first
     assert too_costly(sites, alone, cost(5.25e-5), limit=5e-5) == ("cheap", "cheaper")
+
+
+def test_what_lowers_the_loss_pays_for_nobody_else() -> None:
+    """By chance on these batches: it is free, and the room it leaves is the limit's."""
+    sites = [site(name, saves) for name, saves in (("a", 4.0), ("b", 3.0), ("c", 2.0), ("lucky", 1.0))]
+    alone = {**dict.fromkeys("abc", cost(4e-5)), "lucky": cost(-4e-5)}
+    assert too_costly(sites, alone, cost(9e-5), limit=5e-5) == ("b", "c")
+
+
+def test_what_cancels_in_the_whole_still_counts_by_itself() -> None:
+    sites = [site("a", 3.0), site("b", 2.0), site("c", 1.0)]
+    alone = dict.fromkeys("abc", cost(4e-5))
+    assert too_costly(sites, alone, cost(6e-5), limit=5e-5) == ("b", "c")
+
+
+def test_of_a_slow_plan_a_quarter_of_the_sites_goes_those_that_save_least() -> None:
+    sites = [site(name, saves) for name, saves in (("a", 40.0), ("b", 10.0), ("c", 30.0), ("d", 20.0), ("e", 50.0))]
+    assert too_slow(sites) == ("b", "d")
+    assert too_slow(sites[:4]) == ("b",)
+    assert too_slow(sites[:1]) == ("a",)

@@ -58,3 +58,11 @@ def test_what_is_no_number_spoils_a_weight_however_little_it_learns(wrong: float
 def test_gradients_whose_squares_leave_fp32_are_judged(size: float) -> None:
     high = {"a.weight": torch.tensor([size, 2 * size])}
     assert gradient_change([({"a.weight": torch.zeros(2)}, high)]).error == pytest.approx(1.0)
+
+
+def test_a_module_of_small_gradients_is_judged_too() -> None:
+    """They are a hundred-thousandth of the whole, and learn; a ten-millionth does not."""
+    high = {"a.weight": torch.tensor([1.0]), "b.weight": torch.tensor([1e-5]), "c.weight": torch.tensor([1e-7])}
+    lost = {**high, "b.weight": torch.zeros(1), "c.weight": torch.zeros(1)}
+    assert gradient_change([(lost, high)]) == GradientChange(1.0, "b")
+    assert gradient_change([({**lost, "b.weight": high["b.weight"]}, high)]).error == 0.0

@@ -124,16 +124,20 @@ def test_a_compiled_model_is_guarded_and_compiled_again() -> None:
     torch.testing.assert_close(compiled(batch(64)), model(batch(64)))
 
 
-def test_predicted_errors_are_those_of_the_executor() -> None:
-    """Against casts and GEMMs that really run, at every role."""
+@pytest.mark.parametrize("transform", Transform)
+@pytest.mark.parametrize("fprop", ["reference.rowwise", "reference.static"])
+def test_predicted_errors_are_those_of_the_executor(fprop: str, transform: Transform) -> None:
+    """Against casts and GEMMs that really run, at every role, on features of different sizes."""
     torch.manual_seed(0)
-    x, dy = torch.randn(64, 48, requires_grad=True), 1e-3 * torch.randn(64, 32)
-    kernels = SiteKernels("reference.rowwise", "reference.tensorwise_e5m2", "reference.blockwise")
-    module = loka.LokaLinear(48, 32, bias=False, kernels=kernels)
+    scale_K = torch.exp2(torch.arange(48).remainder(7) - 3.0)
+    x, dy = (scale_K * (1 + torch.randn(64, 48))).requires_grad_(), 1e-3 * torch.randn(64, 32)
+    kernels = SiteKernels(fprop, "reference.tensorwise_e5m2", "reference.blockwise")
+    vector_K = None if transform is Transform.NONE else scale_K
+    module = loka.LokaLinear.from_linear(nn.Linear(48, 32, bias=False), kernels, transform, vector_K)
     w = module.weight.detach()
     y = module(x)
     y.backward(dy)
-    errors = predicted_errors(SiteCasts.of(module.executor), x.detach(), dy, w, None, None)
+    errors = predicted_errors(SiteCasts.of(module.executor), x.detach(), dy, w, vector_K, None)
     assert x.grad is not None
     assert module.weight.grad is not None
     expected = {
@@ -160,6 +164,16 @@ def test_a_feature_that_is_flushed_counts_with_its_share_of_the_record() -> None
     assert without[Role.FPROP] < 0.05  # the output alone does not show it
 
 
+def test_a_features_share_is_that_of_the_output_which_it_makes() -> None:
+    """E[x²]·‖w‖² of it, whatever it is multiplied by on one side and divided by on the other."""
+    x, w = torch.tensor([[1.0, -2.0], [1.0, 2.0]]), torch.tensor([[3.0, 1.0], [4.0, 0.0]])
+    for transform, vector in ((Transform.NONE, None), (Transform.RESCALE, torch.tensor([4.0, 0.5]))):
+        energy = feature_energy(x, w, transform, vector)
+        torch.testing.assert_close(energy, torch.tensor([1 * 25.0, 4 * 1.0]) / 29)
+    centered = feature_energy(x, w, Transform.CENTER, torch.tensor([0.5, 0.0]))
+    torch.testing.assert_close(centered, torch.tensor([0.25 * 25.0, 4 * 1.0]) / 10.25)
+
+
 def test_a_blocks_input_is_judged_as_wgrad_reads_it() -> None:
     """One row a million times as large: row scales do not notice, and one scale for all flushes every other row."""
     x, w = torch.randn(256, 32), torch.randn(16, 32)
@@ -171,6 +185,22 @@ def test_a_blocks_input_is_judged_as_wgrad_reads_it() -> None:
     errors = predicted_errors(SiteCasts.of_block(), grown, None, w, None, energy)
     assert float(errors[Role.FPROP]) < 0.2
     assert float(errors[Role.WGRAD]) > 0.9
+
+
+@pytest.mark.parametrize("transform", [Transform.CENTER, Transform.RESCALE])
+def test_a_site_whose_x_is_changed_in_front_of_its_cast_is_guarded_too(transform: Transform) -> None:
+    """Features around 3, which is nothing to either of them: no check trips on what the Record knows."""
+    model = tower()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        train_step(model, 3 + batch(200))
+    record = probe.record()
+    vector_K = record.sites["bottom"].mean_K if transform is Transform.CENTER else record.sites["bottom"].rescale_K
+    vectors = {f"bottom/{transform}": vector_K.bfloat16().float()}
+    loka.apply_plan(model, plan_for(model, {"bottom": SiteKernels.same("reference.rowwise")}, vectors=vectors))
+    guard = loka.Guard(model, record, every=1)
+    run(model, guard, [3 + batch(200, seed) for seed in range(2, 5)])
+    assert guard.events == []
 
 
 def test_what_a_norm_bounds_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:

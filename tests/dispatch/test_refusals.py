@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from plans import MIXED, ROWWISE, batch, plan_for, tower
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.errors import InvalidFile, InvalidInput, KernelUnavailable, LokaError
@@ -377,6 +378,9 @@ def test_a_module_that_a_plain_list_holds_too_is_not_replaced_in_vain(kind: type
         (lambda model: [(model.lower, model.norm), (model.upper,)], "a plain list"),
         (lambda model: OrderedDict(first={"layer": model.lower}), "a plain OrderedDict"),
         (lambda model: deque([[model.lower]]), "a plain deque"),
+        (lambda model: functools.partial(checkpoint, model.lower, use_reentrant=False), "a plain partial"),
+        (lambda model: functools.partial(map, layer=model.lower), "a plain partial"),
+        (lambda model: model.lower.forward, "a plain method"),
         (lambda model: model.lower, "put there past nn.Module"),
     ],
 )
@@ -396,3 +400,22 @@ def test_a_layer_that_is_compiled_by_itself_is_refused() -> None:
     with pytest.raises(KernelUnavailable, match="compile the module around it"):
         loka.apply_plan(model, plan)
     assert loka.apply_plan(model, plan, on_missing="high_precision").sites == ()
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda layer: layer.register_forward_hook(lambda *_: None),
+        lambda layer: layer.register_forward_pre_hook(lambda *_: None),
+        lambda layer: layer.register_full_backward_hook(lambda *_: None),
+        lambda layer: layer.register_full_backward_pre_hook(lambda *_: None),
+        lambda layer: layer.register_state_dict_pre_hook(lambda *_: None),
+        lambda layer: layer.register_load_state_dict_post_hook(lambda *_: None),
+    ],
+)
+def test_a_layer_with_hooks_of_any_kind_keeps_them_and_its_place(put: Callable[[nn.Linear], object]) -> None:
+    model = tower()
+    put(model.bottom)
+    applied = loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}), on_missing="high_precision")
+    assert applied.sites == ()
+    assert "has hooks" in applied.fell_back["bottom"]

@@ -290,3 +290,21 @@ def normed() -> Tower:
     model = tower()
     model.top.append(nn.BatchNorm1d(32))
     return model
+
+
+@pytest.mark.parametrize("leave", [loka.restore, loka.freeze, lambda model: give_back(model, "bottom", "drifted")])
+def test_hooks_of_every_kind_go_on_when_a_stand_in_goes(leave: Callable[[nn.Module], object]) -> None:
+    model = tower()
+    loka.apply_plan(model, plan_for(model, SITES))
+    ran: list[str] = []
+    model.bottom.register_forward_pre_hook(lambda *_: ran.append("before"))
+    model.bottom.register_forward_hook(lambda *_, **__: ran.append("behind"), with_kwargs=True)
+    model.bottom.register_full_backward_pre_hook(lambda *_: ran.append("gradient"))
+    leave(model)
+    assert not isinstance(model.bottom, PlannedLinear)
+    if leave is loka.freeze:
+        model(batch())
+        assert ran == ["before", "behind"]
+    else:
+        model(batch().requires_grad_()).sum().backward()
+        assert ran == ["before", "behind", "gradient"]

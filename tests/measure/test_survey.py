@@ -15,18 +15,20 @@ from torch import nn
 
 import loka
 from loka.core.errors import InvalidInput, UnknownName
-from loka.core.gemm import SOURCES, Role, TensorName
+from loka.core.gemm import SOURCES, Role, SiteShape, TensorName
 from loka.core.progress import Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Finding, Record
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
 from loka.measure.block import Blocks
-from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, until_known
-from loka.measure.parts import SiteParts
+from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, until_known, usual_rows
+from loka.measure.partial import identity_of
+from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.survey import measure
 from loka.measure.timing import time_together
+from loka.numerics.metrics import measure_error
 
 pytestmark = pytest.mark.usefixtures("without_trials")
 TRUSTED = ["torch.fp32", "torch.bf16", "reference.rowwise", "reference.tensorwise"]
@@ -355,3 +357,37 @@ def test_tensors_that_were_timed_are_let_go_before_children_and_blocks_need_the_
     measure(record_of(site_record("a", normal_weight()), site_record("b", normal_weight(64)), step_us=1e5), kernels=TRUSTED)
     assert held == [0, 0, 0]
     assert len(timed) >= 2  # there was something to let go
+
+
+def test_what_keeps_a_site_from_being_replaced_is_handed_on() -> None:
+    told = {"stays": "is a Scaled", "stays_serving": "torch passes by it", "producer": "b", "notes": ("called 2 times",)}
+    called, never = site_record("a", normal_weight(), **told), site_record("b", normal_weight(), calls={}, **told)
+    for site in measure(record_of(called, never), kernels=["torch.fp32"]).sites:
+        assert (site.stays, site.stays_serving, site.producer) == ("is a Scaled", "torch passes by it", "b")
+        assert site.notes[0] == "called 2 times"
+
+
+def test_errors_are_taken_at_the_rows_of_most_calls() -> None:
+    assert usual_rows(site_record("a", normal_weight(), calls={64: 9.0, 512: 1.0})) == 64
+    assert usual_rows(site_record("a", normal_weight(), calls={64: 1.0, 512: 1.0})) == 512
+
+
+def test_what_casts_lose_is_the_mean_over_samples() -> None:
+    error, report = OptionError(), measure_error(torch.ones(4, 4), torch.ones(4, 4), Role.FPROP)
+    for lost in (0.1, 0.2, 0.6):
+        error.add_lost(lost, 2 * lost, 0.0)
+        error.samples.add(report)
+    assert (error.flushed, error.saturated, error.silenced) == (pytest.approx(0.3), pytest.approx(0.6), 0.0)
+
+
+def test_a_gradient_of_weights_comes_in_the_dtype_of_the_weight() -> None:
+    """Under autocast x and dy are in bf16 and the weight is not: a wgrad that is timed writes twice the bytes."""
+    tensors = SiteTensors.random(SiteShape(32, 64, 16), torch.bfloat16, torch.device("cpu"), weight_dtype=torch.float32)
+    products = {role: SiteParts(tensors).multiply(Option("reference.rowwise", role)) for role in Role}
+    assert [product.dtype for product in products.values()] == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def test_a_measurement_goes_on_only_with_the_same_kernels() -> None:
+    record = record_of(site_record("a", normal_weight()))
+    kernels = [("torch.fp32",), ("torch.fp32", "onednn.int8"), ("onednn.int8", "torch.fp32")]
+    assert len({identity_of(record, names, record.environment) for names in kernels}) == 3

@@ -314,3 +314,47 @@ def test_what_follows_a_site_counts_only_where_it_was_timed_at_all_rows() -> Non
     surveyed = survey(site("a", candidates, blocks=(block(130.0, 150.0, **times),), calls=calls))
     (planned,) = loka.make_plan(surveyed, goal=Goal.SERVING).sites
     assert planned.kernels[Role.FPROP].kernel == "a.one"
+
+
+def test_a_block_that_saves_less_by_itself_is_worth_what_it_opens_behind_it() -> None:
+    """By a kernel of its own the first saves 80 µs, as a block 70; but behind the block the second saves 50 more."""
+    first, second = one("a", 20.0, block(80.0, 150.0)), one("b", 100.0, block(100.0, 150.0, 60.0), producer="a")
+    assert [s.block is not None for s in loka.make_plan(survey(first, second)).sites] == [True, True]
+
+
+def test_what_lies_behind_a_site_counts_whichever_way_the_site_runs() -> None:
+    """The second saves 50 µs behind either, so the first runs as it saves most: 80 by itself, as a block 70."""
+    first, second = one("a", 20.0, block(80.0, 150.0)), one("b", 50.0, producer="a")
+    assert [s.block for s in loka.make_plan(survey(first, second)).sites] == [None, None]
+
+
+def test_a_norm_in_front_is_left_alone_where_the_block_cannot_take_all_rows() -> None:
+    """At those rows the site, and the norm with it, runs in high precision."""
+    both = {M: 150.0, 7: 30.0}
+    (planned,) = loka.make_plan(
+        survey(one("a", 100.0, entered(30.0, 1.0, baseline_training_us=both), calls={M: 2.0, 7: 3.0}))
+    ).sites
+    assert planned.block is not None
+    assert (planned.block.entry, planned.time_us) == (None, 2 * (50 + 20) + 3 * 30)
+
+
+def test_beside_a_block_each_other_kernel_is_refused_once() -> None:
+    (planned,) = loka.make_plan(survey(one("a", 99.0, block(50.0, 150.0)))).sites
+    assert planned.block is not None
+    assert [refusal.kernel for refusal in planned.refused] == ["a.one"]
+
+
+def test_a_kernel_that_a_fed_block_beats_is_told_what_the_block_saves_there() -> None:
+    first, second = one("a", 100.0, block(50.0, 150.0, 10.0)), one("b", 90.0, block(100.0, 150.0, 60.0), producer="a")
+    refused = loka.make_plan(survey(first, second)).sites[1].refused
+    assert [refusal.reason for refusal in refused] == ["the block triton.block saves 50 µs a step"]
+
+
+def test_where_no_kernel_is_accurate_enough_a_block_still_says_why_it_is_not() -> None:
+    wrong = candidate("a.one", Role.FPROP, {M: 20.0}, forms=("fp32", "fp32"), error=error(0.5))
+    unable = BlockCandidate("triton.block", "norm", None, why_not="no Triton here")
+    (planned,) = loka.make_plan(survey(site("a", (*baseline({Role.FPROP: {M: 100.0}}), wrong), blocks=(unable,)))).sites
+    assert {refusal.kernel: refusal.reason for refusal in planned.refused} == {
+        "a.one": "mere_floored at fprop is 0.45 (up to 0.5), over max_error 0.2",
+        "triton.block": "no Triton here",
+    }

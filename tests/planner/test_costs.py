@@ -55,3 +55,16 @@ def test_the_most_frequent_rows_are_those_of_most_calls() -> None:
 def test_without_fprops_baseline_nothing_is_measured() -> None:
     failed = candidate("torch.fp32", Role.FPROP, {}, why_not="returned NaN")
     assert not SiteCosts(site("s", (failed, *baseline({Role.DGRAD: HIGH}), OWN), calls=CALLS), Goal.TRAINING).is_measured
+
+
+def test_a_weight_in_two_forms_costs_both_casts() -> None:
+    """They were timed one by one, at different rows, of which a weight knows nothing."""
+    casts = [
+        *(CastTime(TensorName.X, (form,), dict.fromkeys(HIGH, 0.0)) for form in ("row", "rowᵀ")),
+        *(CastTime(TensorName.DY, (form,), dict.fromkeys(HIGH, 0.0)) for form in ("row", "rowᵀ")),
+        CastTime(TensorName.W, ("row",), {64: 5.0}), CastTime(TensorName.W, ("rowᵀ",), {100: 3.0}),
+    ]  # fmt: skip
+    dgrad = candidate("a", Role.DGRAD, {64: 20.0, 100: 30.0}, forms=("row", "rowᵀ"))
+    roles = baseline({Role.FPROP: HIGH, Role.DGRAD: HIGH})
+    own = SiteCosts(site("s", (*roles, OWN, dgrad), tuple(casts), calls=CALLS), Goal.TRAINING)
+    assert own.step_us({Role.FPROP: OWN, Role.DGRAD: dgrad}) == 9 * (10 + 20) + (16 + 30) + 5 + 3

@@ -13,8 +13,9 @@ EXACT = ("fp32", "fp32")
 
 
 def planned(**fprop_us: float) -> SitePlan:
-    """A site whose fprop could run on a (noisy), b (quiet), c (nearly as noisy) or d (quiet, and centered), each in µs."""
-    noise = {"a": 0.18, "b": 0.05, "c": 0.12, "d": 0.05}
+    """A site whose fprop could run on a (noisy), b (quiet), c (nearly as noisy), d (quiet, and centered) or e (half as noisy
+    as the upper end of a's interval, but not as its mean), each in µs."""
+    noise = {"a": 0.18, "b": 0.05, "c": 0.12, "d": 0.05, "e": 0.095}
     forward = [
         candidate(
             name, Role.FPROP, {M: us}, error=error(noise[name]), forms=EXACT,
@@ -57,3 +58,7 @@ def test_giving_back_goes_down_the_list() -> None:
     assert [each[Role.FPROP] for each in kernels] == ["b", BASELINE, BASELINE]
     assert [each[Role.WGRAD] for each in kernels] == ["g", "g", BASELINE]
     assert [refusal.kernel for refusal in quieter.refused if refusal.reason == "costs too much"] == ["a"]
+
+
+def test_what_is_finer_has_half_of_the_mean_noise() -> None:
+    assert finer(planned(a=10.0, e=12.0)) == [BASELINE]

@@ -207,3 +207,20 @@ def test_a_file_must_say_the_limit_of_every_role(tmp_path: Path) -> None:
     path.write_text(json.dumps(fields))
     with pytest.raises(InvalidFile, match="its max_error of wgrad is no number above 0"):
         Plan.load(tmp_path)
+
+
+def test_what_serving_alone_passes_by_is_planned_for_training() -> None:
+    passed = survey(fast("a", stays_serving="passed by when it serves"))
+    training, serving = (loka.make_plan(passed, goal=goal).sites[0] for goal in (Goal.TRAINING, Goal.SERVING))
+    assert (training.is_low_precision, serving.is_low_precision) == (True, False)
+    assert serving.reason == "passed by when it serves"
+
+
+def test_at_a_site_that_stays_a_kernel_that_cannot_run_says_its_own_reason() -> None:
+    able, unable = candidate("a.one", Role.FPROP, {M: 10.0}), candidate("b.one", Role.FPROP, {}, why_not="needs a GPU")
+    head = site("a", (*baseline({Role.FPROP: {M: 100.0}}), able, unable), is_head=True)
+    (planned,) = loka.make_plan(survey(head)).sites
+    assert {refusal.kernel: refusal.reason for refusal in planned.refused} == {
+        "a.one": "a prediction head, and heads stay in high precision",
+        "b.one": "needs a GPU",
+    }

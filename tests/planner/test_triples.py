@@ -361,3 +361,22 @@ def test_an_error_at_the_limit_is_within_it() -> None:
     one = site("s", (*baseline({Role.FPROP: {M: 100.0}}), at))
     assert plan_of(one, goal="serving", max_error=0.2).is_low_precision
     assert not plan_of(one, goal="serving", max_error=0.1999).is_low_precision
+
+
+def test_of_equally_fast_triples_the_one_with_more_high_precision_is_chosen() -> None:
+    same = candidate("a.one", Role.FPROP, {M: 100.0}, forms=("fp32", "fp32"))
+    faster = candidate("a.one", Role.WGRAD, {M: 20.0}, forms=("fp32", "fp32"))
+    plan = plan_of(site("s", (*baseline(ALL_ROLES), same, faster)))
+    assert [choice.kernel for choice in plan.kernels.values()] == [BASELINE, BASELINE, "a.one"]
+
+
+def test_what_is_refused_for_time_says_its_own_and_that_of_what_was_chosen() -> None:
+    """Both in µs of a step, which calls the site four times; of a kernel that mixes with others, that of the best mix."""
+    fast, slow = (candidate(kernel, Role.FPROP, {M: us}, forms=("fp32", "fp32")) for kernel, us in (("a", 30.0), ("b", 60.0)))
+    other = candidate("c", Role.FPROP, {M: 50.0})
+    wgrad = candidate("a", Role.WGRAD, {M: 20.0}, forms=("fp32", "fp32"))
+    casts = (single(TensorName.X, "c", 0.0), single(TensorName.W, "c", 0.0))
+    plan = plan_of(site("s", (*baseline(ALL_ROLES), fast, slow, other, wgrad), casts, calls={M: 4.0}))
+    reasons = {refusal.kernel: refusal.reason for refusal in plan.refused}
+    assert reasons["b"] == "reads the same casts as a, whose GEMM is faster: 240 µs a step against 120"
+    assert reasons["c"].endswith(f"at best {4 * (50 + 100 + 20)} µs a step, {4 * (30 + 100 + 20)} as chosen")

@@ -14,6 +14,7 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.recipe import Format
 from loka.core.record import Record
+from loka.nn.block_norm import BlockNorm
 
 
 class Domains(nn.Module):
@@ -219,3 +220,28 @@ def test_a_chain_leads_to_what_reads_a_block_as_it_is(between: Callable[[Tensor]
     with probe.step():
         model(torch.randn(32, 8)).mean().backward()
     assert probe.record().sites["second"].producer == producer
+
+
+class Stages(nn.Module):
+    """Runs to its end, or stops early: then the body is the head, called twice, and no norm stands in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body, self.end = BlockNorm(8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, *, early: bool) -> Tensor:
+        return self.body(nn.functional.silu(self.body(x))) if early else self.end(self.body(self.norm(x)))
+
+
+@pytest.mark.parametrize("early_first", [True, False])
+def test_what_holds_in_one_branch_alone_is_told_and_nothing_is_built_on_it(early_first: bool) -> None:
+    model, x = Stages(), torch.randn(32, 8)
+    probe = loka.Probe(model, every=1)
+    for early in (early_first, not early_first):
+        with probe.step():
+            model(x, early=early).sum().backward()
+    record = probe.record()
+    body = record.sites["body"]
+    assert (body.is_head, body.entry) == (True, None)
+    assert "called 2 times" in " ".join(body.notes)
+    assert record.uncovered == ("silu in the model",)

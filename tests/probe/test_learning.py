@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 import loka
 from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record
+from loka.probe.budget import plan_memory
 from loka.probe.history import LONGEST, History
 from loka.probe.site_learning import SiteLearning
 from loka.probe.statistics.binades import BINADES, LOWEST, counts_by_binade
-from loka.probe.watch import Call
+from loka.probe.watch import Call, choose_rows
 
 
 def test_x_and_dy_are_learned_together() -> None:
@@ -299,3 +301,55 @@ def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> N
     rows = learning.look([call], dw_NK, all_finite=value == 1.0)
     assert rows is not None
     assert (rows.dw_NK is not None) is (value == 1.0)
+
+
+def test_a_history_ends_where_numbers_do() -> None:
+    history = History()
+    for value in (1.0, 2.0, torch.inf, torch.nan):
+        history.add(torch.tensor(value))
+    assert history.numbers() == (1.0, 2.0)
+
+
+def test_what_is_taken_already_leaves_less_for_covariances() -> None:
+    sites = {"a": nn.Linear(64, 64), "b": nn.Linear(8, 8)}
+    whole = plan_memory(sites, 2**30).bytes
+    assert set(plan_memory(sites, whole).forms.values()) == {Covariance.FULL}
+    less = plan_memory(sites, whole, taken=1)
+    assert less.forms["a"] is not Covariance.FULL
+    assert less.bytes <= whole
+
+
+def test_gradients_that_are_not_finite_are_left_out_where_no_weight_shows_them() -> None:
+    """The layer itself does not learn, but what lies in front of it does."""
+    model, x_MK = nn.Linear(12, 4).requires_grad_(False), torch.randn(16, 12, requires_grad=True)
+    factor_M = torch.ones(16, 1)
+    factor_M[3] = torch.inf
+    site = probe_steps(model, lambda model: (factor_M * model(x_MK)).sum()).sites[""]
+    good = [row for row in range(16) if row != 3]
+    torch.testing.assert_close(site.mean_K, x_MK.detach()[good].mean(0))
+    assert any("NaN or infinite" in note for note in site.notes)
+
+
+def test_rows_are_chosen_from_all_there_are() -> None:
+    """Also where they do not share out evenly: one from each of four stretches of ten."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [choose_rows(10, 4, generator).tolist() for _ in range(200)]
+    assert all(sorted(set(draw)) == draw for draw in draws)
+    assert {row for draw in draws for row in draw} == set(range(10))
+
+
+def test_the_gradient_of_the_weight_is_of_all_backward_passes_of_a_step() -> None:
+    model = nn.Linear(12, 5)
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        y_MN = model(torch.randn(64, 12))
+        y_MN[:, 0].sum().backward(retain_graph=True)
+        y_MN[:, 1].square().sum().backward()
+    torch.testing.assert_close(probe.record().sites[""].statistics["gradients"].tensors["dw_NK"], model.weight.grad)
+
+
+def test_a_bias_that_learns_beside_a_weight_that_does_not_asks_for_no_wgrad() -> None:
+    model, x_MK = nn.Linear(12, 5), torch.randn(16, 12)
+    model.weight.requires_grad_(False)
+    site = probe_steps(model, lambda model: model(x_MK).sum()).sites[""]
+    assert (site.trains, site.needs_dw, site.roles) == (True, False, (Role.FPROP,))

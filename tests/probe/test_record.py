@@ -14,7 +14,7 @@ from torch import nn
 import loka
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.recipe import Format
-from loka.core.record import FILE, SCHEMA, Record
+from loka.core.record import FILE, SCHEMA, Finding, Record
 
 
 def make_model(width: int = 16) -> nn.Sequential:
@@ -306,3 +306,11 @@ def test_what_is_around_a_layer_is_told_by_the_runs_that_called_it(order: str) -
     assert (merged.sites["body"].norm, merged.sites["body"].norm_kind) == (None, None)  # behind it in one of them alone
     assert set(merged.sites["body"].consumers) == {*one.sites["body"].consumers, *other.sites["body"].consumers}
     assert one.merge(one).sites["body"].norm_kind == one.sites["body"].norm_kind
+
+
+def test_what_a_run_found_and_how_long_it_took_comes_back(record: Record, tmp_path: Path) -> None:
+    finding = Finding("0", "cancellation", "outputs are much smaller than their terms", {"ratio": 0.01}, "center")
+    told = dataclasses.replace(record, step_us=12.5, findings=(finding,), uncovered=("bmm in layers.0",))
+    told.save(tmp_path)
+    loaded = Record.load(tmp_path)
+    assert (loaded.step_us, loaded.findings, loaded.uncovered) == (12.5, (finding,), ("bmm in layers.0",))

@@ -1,6 +1,7 @@
 """What the report says, against numbers worked out by hand."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -9,22 +10,31 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
+from loka.core.comparison import WAITING
 from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
-from loka.core.plan import Goal
-from loka.core.survey import Survey
+from loka.core.plan import Choice, Goal, PlanDocument, Refusal
+from loka.core.recipe import Transform
+from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.planner.plan import make_plan
 from loka.probe.statistics.binades import counts_by_binade
+from loka.report.attempts import Attempt, closest_attempt
 from loka.report.curves import MOST_POINTS, draw_curves
 from loka.report.distributions import format_ranges, histogram_of
 from loka.report.headline import headline
 from loka.report.page import gather_page, render_page
-from loka.report.plan_view import draw_map, list_plan, list_rejected, shares
+from loka.report.plan_view import MOST_PLACES, draw_map, list_plan, list_rejected, shares
 from loka.report.run import MetricsLine, Run, WindowMetrics, read_run
+from loka.report.text import MOST_ROWS, page_as_text
 from loka.report.words import NBSP, change_percent, duration, number, with_interval
 from loka.report.write import write_report
+
+
+def around(mean: float) -> Estimate:
+    return Estimate(mean, mean, mean, 50)
 
 
 def plain(text: str) -> str:
@@ -41,7 +51,12 @@ class TestHeadline:
 
     @pytest.mark.parametrize(
         ("low", "mean", "high", "words"),
-        [(0.98, 1.0, 1.02, "Serving as fast as before"), (0.7, 0.8, 0.9, "Slower serving, 0.80× the speed,")],
+        [
+            (0.98, 1.0, 1.02, "Serving as fast as before"),
+            (0.98, 1.02, 1.06, "Serving as fast as before (1.02×)"),
+            (0.94, 0.98, 1.02, "Serving as fast as before (0.98×)"),
+            (0.7, 0.8, 0.9, "Slower serving, 0.80× the speed,"),
+        ],
     )
     def test_claims_no_speed_up_that_was_not_there(self, comparison, low, mean, high, words) -> None:
         pair = comparison.times[-1]
@@ -49,6 +64,7 @@ class TestHeadline:
             comparison, times=(msgspec.structs.replace(pair, speedup=Estimate(mean, low, high, 9)),)
         )
         assert headline(Run(Path("run"), comparison=slower)).startswith(words)
+        assert gather_page(Run(Path("run"), comparison=slower)).tiles[0].is_good is False
 
     def test_a_loss_within_what_another_precision_makes_is_not_called_worse(self, comparison) -> None:
         tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=comparison)).tiles}
@@ -58,6 +74,37 @@ class TestHeadline:
         alone = msgspec.structs.replace(comparison, quality=(training,))
         tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=alone)).tiles}
         assert tiles["log-loss, training"].is_good is False
+        unknown = msgspec.structs.replace(training, change=Estimate(0.001, -0.001, 0.003, 9))  # worse, or by chance
+        page = gather_page(Run(Path("run"), comparison=msgspec.structs.replace(comparison, quality=(unknown,))))
+        assert {tile.label: tile.is_good for tile in page.tiles}["log-loss, training"] is None
+
+    def test_tiles_say_what_was_before_and_what_is_now(self, whole_run: Path) -> None:
+        tiles = gather_page(read_run(whole_run)).tiles
+        assert [(tile.label, plain(tile.value), plain(tile.note)) for tile in tiles] == [
+            ("training step", "1.04×", "± 0.01; 29.4 ms → 28.2 ms a batch of 8,192"),
+            ("serving", "1.80×", "± 0.02; 9 ms → 5 ms a batch of 2,048"),
+            ("log-loss, training", "+1.000 %", "± 0.500 %; 0.12000 → 0.12120"),
+            ("log-loss, serving", "+0.003 %", "± 0.020 %; 0.12000 → 0.12000"),
+            ("sites in low precision", "1 of 4", "60 % of the sites' time; onednn.int8"),
+        ]
+
+    def test_of_many_kernels_the_rest_is_counted(self, survey) -> None:
+        plan = make_plan(survey, goal=Goal.SERVING).document
+        chosen = plan.sites[0]
+        names = ("a", "a", "b", "b", "c", "d")
+        kernel = chosen.kernels[Role.FPROP]
+        sites = [
+            msgspec.structs.replace(chosen, kernels={Role.FPROP: msgspec.structs.replace(kernel, kernel=name)})
+            for name in names
+        ]
+        page = gather_page(Run(Path("run"), plan=msgspec.structs.replace(plan, sites=tuple(sites))))
+        assert plain(page.tiles[0].note).endswith("; a, b and 2 more")
+
+    def test_the_summary_says_the_limits_and_the_ceiling(self, survey) -> None:
+        plan = make_plan(survey, goal=Goal.SERVING, max_error={Role.FPROP: 0.1, Role.WGRAD: 0.3}).document
+        limits, ceiling = gather_page(Run(Path("run"), plan=plan, survey=survey.document)).summary
+        assert "error at most 0.3, at least 1.05× as fast" in limits
+        assert plain(ceiling) == "Sites hold 80 % of a 5 ms training step: were they free, the step would gain at most 5.0×."
 
     def test_then_with_what_is_planned_surveyed_or_nothing(self, survey) -> None:
         plan = make_plan(survey, goal=Goal.SERVING).document
@@ -86,6 +133,11 @@ class TestMap:
         assert points["layers.0.out"].error == 0.5
         assert shares(plan)["layers.0.hidden"] == pytest.approx(0.6)
 
+    def test_a_site_whose_interval_reaches_past_the_limit_is_not_safe(self, survey) -> None:
+        drawn = draw_map(make_plan(survey, goal=Goal.SERVING, max_error=0.51).document, survey.document)
+        (near,) = (point for point in drawn.points if point.site == "layers.0.out")  # 0.5, and up to 0.525
+        assert (near.error, near.is_safe, near.is_chosen) == (0.5, False, False)
+
     def test_limits_that_differ_by_role_share_an_axis(self, survey) -> None:
         plan = make_plan(survey, goal=Goal.SERVING, max_error={Role.FPROP: 0.1, Role.DGRAD: 0.2}).document
         drawn = draw_map(plan, survey.document)
@@ -97,6 +149,49 @@ class TestMap:
         drawn = draw_map(plan, None)
         assert [point.site for point in drawn.points] == ["layers.0.hidden"]
         assert [site for site, _ in drawn.off_the_map] == ["layers.1.hidden", "layers.0.out", "top.0"]
+
+
+def attempt(*tried: tuple[str, Role, float, float], transform: Transform = Transform.NONE) -> Attempt | None:
+    """The closest at a site of 100 µs a role, of kernels with an error and a time; dgrad is never transformed."""
+    candidates = [
+        Candidate("torch.fp32", role, "fp32", error={"mere_floored": around(0.0)}, forms=("fp32", "fp32"), gemm_us={8: 100.0})
+        for role in Role
+    ] + [
+        Candidate(
+            kernel, role, "int8 rowwise", Transform.NONE if role is Role.DGRAD else transform,
+            error={"mere_floored": around(error)}, forms=("fp32", "fp32"), gemm_us={8: us},
+        )
+        for kernel, role, error, us in tried
+    ]  # fmt: skip
+    site = SiteSurvey("s", 64, 64, False, False, {8: 1.0}, "torch.fp32", tuple(candidates), ())
+    limits = {Role.FPROP: 0.2, Role.DGRAD: 0.2, Role.WGRAD: 0.6}
+    return closest_attempt(site, Goal.TRAINING if len({role for _, role, *_ in tried}) > 1 else Goal.SERVING, limits, 1.05)
+
+
+class TestAttempts:
+    def test_of_what_is_accurate_enough_it_is_the_fastest(self) -> None:
+        found = attempt(("slow", Role.FPROP, 0.01, 50.0), ("fast", Role.FPROP, 0.1, 25.0), ("wrong", Role.FPROP, 0.3, 10.0))
+        assert found is not None
+        assert (found.kernel, found.speedup, found.excess) == ("fast", 4.0, 0.5)
+
+    def test_else_it_is_what_misses_the_limits_by_least(self) -> None:
+        found = attempt(("far", Role.FPROP, 0.8, 10.0), ("near", Role.FPROP, 0.3, 80.0), ("slow", Role.FPROP, 0.1, 200.0))
+        assert found is not None
+        assert (found.kernel, found.excess) == ("near", pytest.approx(1.5))
+
+    def test_high_precision_is_no_attempt(self) -> None:
+        assert attempt() is None
+
+    def test_its_error_is_that_of_the_role_nearest_to_its_limit(self) -> None:
+        found = attempt(("one", Role.FPROP, 0.1, 25.0), ("one", Role.DGRAD, 0.05, 25.0), ("one", Role.WGRAD, 0.15, 25.0))
+        assert found is not None
+        assert (found.role, found.error.mean, found.excess) == (Role.FPROP, 0.1, 0.5)
+
+    def test_behind_a_centered_x_dgrad_is_the_kernels_own(self) -> None:
+        centered = [("one", role, 0.1, 25.0) for role in Role]
+        found = attempt(*centered, transform=Transform.CENTER)
+        assert found is not None
+        assert (found.kernel, found.speedup) == ("one + center", 4.0)
 
 
 def test_the_table_has_a_row_a_role_and_the_refusals_their_reasons(survey) -> None:
@@ -112,6 +207,54 @@ def test_the_table_has_a_row_a_role_and_the_refusals_their_reasons(survey) -> No
     assert missing.kernels == ("torch.rowwise", "torch.tensorwise")  # told together, being refused alike
     assert (missing.count, len(missing.reasons)) == (8, 1)
     assert len(list_plan(make_plan(survey, goal=Goal.TRAINING).document, None)) == 12
+
+
+class TestPlanRows:
+    """What tables and the map say of sites whose numbers were planted one by one."""
+
+    def changed(self, survey: Survey, **fields: object) -> PlanDocument:
+        """The plan with other fields at its first site, the one that leaves fp32."""
+        plan = make_plan(survey, goal=Goal.SERVING, max_error={Role.FPROP: 0.2, Role.WGRAD: 0.6}).document
+        first, *others = plan.sites
+        return msgspec.structs.replace(plan, sites=(msgspec.structs.replace(first, **fields), *others))
+
+    def test_the_error_is_that_of_the_role_nearest_to_its_limit_and_each_has_its_own(self, survey) -> None:
+        errors = {Role.FPROP: 0.15, Role.WGRAD: 0.3}
+        plan = self.changed(survey, kernels={role: Choice("some", "", around(error)) for role, error in errors.items()})
+        (point,) = (point for point in draw_map(plan, None).points if point.site == "layers.0.hidden")
+        assert (point.error, point.error_text) == (pytest.approx(0.75), "0.15 in fprop, limit 0.2")
+        assert [(row.role, row.limit) for row in list_plan(plan, None)][:2] == [("fprop", 0.2), ("wgrad", 0.6)]
+
+    def test_a_site_under_the_plans_own_speed_up_is_not_fast(self, survey) -> None:
+        plan = make_plan(survey, goal=Goal.SERVING, min_speedup=4.0).document
+        points = {point.site: point for point in draw_map(plan, survey.document).points}
+        assert (points["layers.0.hidden"].speedup, points["layers.0.hidden"].is_fast) == (3.0, False)
+
+    def test_the_shape_is_at_the_most_frequent_rows(self, survey) -> None:
+        first = msgspec.structs.replace(survey.sites[0], calls={2048: 1.0, 100: 5.0})
+        document = msgspec.structs.replace(survey.document, sites=(first, *survey.sites[1:]))
+        assert list_plan(self.changed(survey), document)[0].shape == "100×64×128"
+
+    def test_refusals_name_transforms_and_count_all_places_most_frequent_first(self, survey) -> None:
+        role, center = Role.FPROP, Transform.CENTER
+        often = tuple(Refusal("some", "too slow", role, center) for _ in range(MOST_PLACES + 5))
+        plan = self.changed(survey, refused=(Refusal("some", "too wrong", role, center), *often))
+        (told,) = (rejection for rejection in list_rejected(plan) if "some" in rejection.kernels[0])
+        assert told.kernels == ("some + center",)
+        assert [(reason.reason, reason.count, len(reason.where)) for reason in told.reasons] == [
+            ("too slow", MOST_PLACES + 5, MOST_PLACES),
+            ("too wrong", 1, 1),
+        ]
+
+    def test_a_long_plan_shows_the_sites_with_most_time_and_counts_the_rest(self, big_run) -> None:
+        page = gather_page(read_run(big_run(MOST_ROWS + 20)))
+        out = io.StringIO()
+        Console(file=out, width=300).print(page_as_text(page))
+        text = out.getvalue()
+        assert "and 20 more rows" in text
+        by_share = [row.site for row in sorted(page.plan, key=lambda row: -row.share)]
+        assert by_share[0] in text
+        assert by_share[-1] not in text
 
 
 class TestCurves:
@@ -135,13 +278,25 @@ class TestCurves:
         (curve,) = curves.curves
         assert len(curve.steps) == MOST_POINTS
         assert curve.log_loss[0] == pytest.approx((1 * 100 + 2 * 200) / 300)
+        assert curve.steps[0] == 2
         assert curves.difference is None
+        half = draw_curves({"training": lines[: MOST_POINTS + MOST_POINTS // 2]}, "fp32")
+        assert half is not None
+        assert len(half.curves[0].steps) == 3 * MOST_POINTS // 4
 
     def test_the_best_loss_is_in_the_same_unit(self) -> None:
         curves = draw_curves({"training": [MetricsLine(1, WindowMetrics(10, 0.3, 1.5, 1.0))]}, "fp32")
         assert curves is not None
         assert curves.best is not None
         assert curves.best.log_loss == pytest.approx((0.2,))
+
+    def test_where_windows_are_merged_the_best_loss_is_of_all_of_them(self) -> None:
+        lines = [line(step, 0.5, None if step == 1 else 0.4) for step in range(1, 2 * MOST_POINTS + 1)]
+        curves = draw_curves({"training": lines}, "fp32")
+        assert curves is not None
+        assert curves.best is not None
+        assert (curves.best.steps[0], len(curves.best.steps)) == (4, MOST_POINTS - 1)
+        assert curves.best.log_loss == pytest.approx([0.4] * (MOST_POINTS - 1))
 
 
 class TestDistributions:
@@ -169,6 +324,16 @@ class TestDistributions:
         assert [site.site for site in page.distributions] == list(record.sites)
         assert all(site.x and abs(sum(site.x.shares) + site.x.zeros - 1) < 1e-4 for site in page.distributions)
         assert page.findings[0].remedy.startswith("The transform center mends it")
+        for drawn, site in zip(page.distributions, record.sites.values(), strict=True):
+            counts = site.statistics["binades"].tensors
+            assert (drawn.x, drawn.dy) == (histogram_of(counts["x_B"]), histogram_of(counts["dy_B"]))
+            assert drawn.x != drawn.dy
+
+    def test_without_a_plan_the_format_is_the_devices(self, record) -> None:
+        for cuda, format in ((None, "int8"), ("13.0", "e4m3")):
+            environment = msgspec.structs.replace(record.environment, cuda=cuda)
+            page = gather_page(Run(Path("run"), record=dataclasses.replace(record, environment=environment)))
+            assert {site.format for site in page.distributions} == {format}
 
 
 class TestIncompleteRuns:
@@ -268,6 +433,12 @@ class TestIncompleteRuns:
         file.write_bytes(file.read_bytes()[:-20])
         assert len(read_run(whole_run).training["high"]) == 39
 
+    def test_of_one_twin_alone_its_curve_is_the_runs(self, whole_run: Path) -> None:
+        """A demo that was stopped between the two."""
+        (whole_run / "twins" / "planned" / "metrics.jsonl").unlink()
+        training = read_run(whole_run).training
+        assert {name: len(lines) for name, lines in training.items()} == {"training": 40}
+
 
 def test_the_file_is_one_page_with_nothing_left_to_fill_in(whole_run: Path) -> None:
     text = write_report(whole_run).read_text()
@@ -276,6 +447,30 @@ def test_the_file_is_one_page_with_nothing_left_to_fill_in(whole_run: Path) -> N
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert data
     assert json.loads(data[1])["title"] == "Wukong small on the synthetic stream"
+
+
+def test_what_a_name_holds_does_not_end_the_pages_data() -> None:
+    text = render_page(msgspec.structs.replace(gather_page(Run(Path("run"))), title="a</script>b"))
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert data
+    assert json.loads(data[1])["title"] == "a</script>b"
+
+
+def test_bars_are_of_what_both_do_then_of_one_alone_then_of_waiting(comparison) -> None:
+    training, _ = gather_page(Run(Path("run"), comparison=comparison)).times
+    assert [(bar.kind, bar.high_us, bar.planned_us, bar.is_idle) for bar in training.kinds] == [
+        ("GEMM", 18_000.0, 12_500.0, False),
+        ("norm, activation", 5_000.0, 5_100.0, False),
+        ("optimizer", 2_100.0, 2_100.0, False),
+        ("cast", 0.0, 2_300.0, False),
+        (WAITING, 4_300.0, 6_200.0, True),
+    ]
+
+
+def test_what_no_kernel_covers_is_told_before_anything_is_measured(record, survey) -> None:
+    probed = dataclasses.replace(record, uncovered=("softmax in top",))
+    assert gather_page(Run(Path("run"), record=probed)).uncovered == ("softmax in top",)
+    assert gather_page(Run(Path("run"), record=probed, survey=survey.document)).uncovered == ("bmm in layers.0",)
 
 
 def test_numbers_read_well() -> None:

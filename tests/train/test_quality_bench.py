@@ -267,3 +267,18 @@ class TestPlannedArms:
             assert used - {"torch.fp32"} == {kernel}
         arms = ["fp32", "loka-without-check-reference.rowwise", "loka-without-check-reference.tensorwise"]
         assert [row["arm"] for row in results.rows.values()] == arms
+
+
+def test_each_arm_is_compared_with_the_bases_that_fit_it_and_seeds_with_the_last(results: GatheredResults) -> None:
+    """Only what has Mods is held against Mods alone; what is not finite is counted, and in no mean."""
+    losses = {"fp32": 0.5, "bf16": 0.505, "mods": 0.4, "loka": 0.402}
+    for (arm, loss), seed in itertools.product(losses.items(), (0, 1, 2)):
+        row = {"setting": "planted", "arm": arm, "seed": seed, "sites": 0, "trajectory": []}
+        row["config"] = {"arm": {"mods": ["no_bias"] if arm in ("mods", "loka") else []}}
+        finite = {"test": {"log_loss": loss}} if (arm, seed) != ("loka", 2) else {"nonfinite_step": 7}
+        results.add(f"{arm}/{seed}", row | finite)
+    cells = {line.split(" | ")[1]: line.split(" | ")[2:] for line in make_table(results).splitlines()[2:]}
+    assert cells["bf16"][:6] == ["3", "0.50500", "+1.000 % ± 0.000 worse", "", "", "+1.000 / +1.000 / +1.000"]
+    assert cells["loka"][:2] == ["3, 1 not finite", "0.40200"]
+    assert [cell.split(" %")[0] for cell in cells["loka"][2:5]] == ["-19.600", "-20.396", "+0.500"]
+    assert cells["loka"][5] == "+0.500 / +0.500 / +0.500"

@@ -1,12 +1,18 @@
-"""Time of a call by kind: a GPU's kernels take their own time, and what is left it waits."""
+"""Two models beside each other: their losses on the same examples, and the time of a call by kind."""
 
 import time
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from loka.core.comparison import WAITING
+from loka.core.plan import Goal
+from loka.data.batch import Batch
+from loka.train.config import Precision
 from loka.train.step_profile import TimedKernel
-from loka.train.twins import split_by_kind, time_in_a_row_us
+from loka.train.twins import compare_quality, split_by_kind, time_in_a_row_us
 
 KERNELS = [
     TimedKernel("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", ("aten::mm", "CompiledFunction"), 600.0),
@@ -54,3 +60,32 @@ def test_a_device_is_waited_for_around_the_calls_and_not_between_them(monkeypatc
     monkeypatch.setattr(time, "perf_counter", lambda: clock_us * 1e-6)
     assert time_in_a_row_us(run, 4, wait) == pytest.approx(100)
     assert done == ["wait", *["run"] * 4, "wait"]
+
+
+class Logit(nn.Module):
+    """Says the first dense feature, ``scale`` times."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.scale * batch.dense_BD[:, 0]
+
+
+def test_quality_is_of_all_examples_and_its_interval_of_batches_that_are_whole() -> None:
+    """A last batch that is smaller weighs in the losses as its examples do, and in the spread of batches not at all."""
+    torch.manual_seed(0)
+    whole = Batch(2 * torch.randn(80, 1), torch.zeros(80, 1, dtype=torch.int64), torch.rand(80).round())
+    batches = [whole[:32], whole[32:64], whole[64:]]
+    pair = compare_quality(Goal.SERVING, Logit(1.0), Logit(1.5), batches, Precision.FP32)  # type: ignore[arg-type]
+
+    def losses(scale: float) -> Tensor:
+        return binary_cross_entropy_with_logits(scale * whole.dense_BD[:, 0].double(), whole.label_B.double(), reduction="none")
+
+    high, planned = losses(1.0), losses(1.5)
+    assert (pair.examples, pair.high_log_loss, pair.planned_log_loss) == (
+        80, pytest.approx(float(high.mean())), pytest.approx(float(planned.mean())),
+    )  # fmt: skip
+    first, second = ((planned - high)[:64] / high.mean()).reshape(2, 32).mean(1).tolist()
+    assert (pair.change.mean, pair.change.n) == (pytest.approx((first + second) / 2), 2)
