@@ -160,6 +160,11 @@ class TestResults:
         assert "| torch.bf16 | 3.1 |" in text
         assert "Made by `loka bench gemm`" in text
 
+    def test_a_folder_that_is_none_is_told_before_the_work(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(InvalidInput, match="is a file: name a folder"):
+            GatheredResults(tmp_path / "file", "quality", self.environment, "command")
+
     def test_gathered_rows_survive_an_interrupt(self, tmp_path: Path) -> None:
         first = GatheredResults(tmp_path, "quality", self.environment, "command")
         first.add("wukong/0", {"ne": 0.8})

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import loka
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal
+from loka.dispatch.loss_change import LossChange
 
 LIMITS = {"min_speedup": 0.0, "max_loss_change": 0.05, "repeats": 1}
 
@@ -78,3 +79,17 @@ def test_calls_with_nested_tensors_make_no_error() -> None:
     plan = plan_for(model, dict.fromkeys(("front", "encoder.layers.0.linear1"), ROWWISE))
     checked = loka.check_plan(model, plan, [torch.randn(4, 5, 16)], loss=loss, **LIMITS)
     assert checked.rounds[-1].sites == 2
+
+
+def test_a_loss_that_has_surely_risen_is_told_though_rounding_costs_nothing() -> None:
+    """It is linear in the logits, so that all of its change is of first order: here 1 on every batch."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 1)), batch(400)
+    plan = plan_for(model, {"0": ROWWISE}, goal=Goal.SERVING)
+    exact = model(x).mean().item()
+    loka.apply_plan(model, plan)
+    change = model(x).mean().item() - exact
+    loka.restore(model)
+    checked = loka.check_plan(model, plan, [x] * 4, loss=lambda model, x: 1 + (model(x).mean() - exact) / change, **LIMITS)
+    assert checked.rounds[0].change == LossChange(*map(pytest.approx, (1.0, 1.0)), pytest.approx(0, abs=0.01))
+    assert checked.given_back == ("0",)

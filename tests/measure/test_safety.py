@@ -11,6 +11,7 @@ from loka.core.progress import Silent
 from loka.core.record import SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.core.survey import Candidate, SiteSurvey, Survey
+from loka.measure.partial import Partial
 from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
 from loka.measure.survey import measure
@@ -129,3 +130,11 @@ def test_a_product_that_fails_only_when_it_is_timed_costs_no_other(monkeypatch: 
     assert failed.why_not == "failed: RuntimeError: too many resources requested for launch"
     assert fine.gemm_us
     assert not failed.error
+
+
+def test_all_kernels_that_broke_the_process_are_remembered(tmp_path: Path) -> None:
+    partial = Partial(tmp_path, "identity")
+    for kernel in ("one", "two"):
+        partial.leave_out(kernel, f"{kernel} broke it")
+    assert Partial(tmp_path, "identity").left_out == {"one": "one broke it", "two": "two broke it"}
+    assert Partial(tmp_path, "another").left_out == {}
