@@ -92,9 +92,10 @@ def _optimizers(given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] |
     if given is None or isinstance(given, torch.optim.Optimizer):
         return () if given is None else (given,)
     require_kind(given, Iterable, "optimizer=", "give the optimizer, or a list of them")
-    for one in given:
+    optimizers = tuple(given)
+    for one in optimizers:
         require_kind(one, torch.optim.Optimizer, "optimizer=", "give the optimizer, or a list of them")
-    return tuple(given)
+    return optimizers
 
 
 def _run_in_both_modes(model: nn.Module, example: Example) -> None:

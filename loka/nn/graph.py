@@ -96,6 +96,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 _NORM_FUNCTIONS = {name for name in functional.__dict__ if name.endswith("_norm")}
 _ACTIVATION_FUNCTIONS = {name.lower() for name in activation.__all__}  # written without underscores
+_MOST_ITEMS, _MOST_BYTES = 10_000, 2**26  # of a collection that is looked into, and of an array that is copied
 _COLLECTIONS = (dict, OrderedDict, defaultdict, list, deque, set)
 _SHAPES = {"contiguous", "flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"}
 _COPIES = {"bfloat16", "clone", "data", "detach", "double", "float", "half", "to", "type", "type_as"}
@@ -178,9 +179,9 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     tables = _tables_of(model)
     tables_before = [(table, copy.copy(table)) for table in tables]
     buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
-    kinds = (Tensor, torch.Generator, random.Random, *_numpy_kinds())
+    kinds = {Tensor, torch.Generator, random.Random, *_numpy_kinds()}
     values = chain.from_iterable(_values_of(table) for table in tables)
-    held = {id(value): value for value in values if isinstance(value, kinds)}  # of a vocabulary, nothing
+    held = {id(value): value for value in values if type(value) in kinds}  # of a vocabulary, nothing
     others = [value for key, value in held.items() if key not in buffers_before and _is_own_tensor(value)]
     tensors_before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in others]
     put_back = [_put_back(value) for value in held.values() if not isinstance(value, Tensor)]
@@ -201,14 +202,15 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 def _tables_of(model: nn.Module) -> list[Any]:
     """The attributes of its modules, among which are the tables of parameters, buffers and children, and the user's own
-    collections in them, in those again, and so on."""
+    collections in them, in those again, and so on; not in what is so large that it is data."""
     tables: dict[int, Any] = {}
     pending: list[Any] = [module.__dict__ for module in model.modules()]
     while pending:
         table = pending.pop()
         if id(table) not in tables:
             tables[id(table)] = table
-            pending += [value for value in _values_of(table) if type(value) in _COLLECTIONS]
+            if len(table) <= _MOST_ITEMS:
+                pending += [value for value in _values_of(table) if type(value) in _COLLECTIONS]
     return list(tables.values())
 
 
@@ -229,8 +231,9 @@ def _put_back(value: Any) -> Callable[[], None]:
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if hasattr(value, "set_state"):
         return partial(value.set_state, value.get_state())
-    before = value.copy()
-    return lambda: value.__setitem__(..., before) if value.flags.writeable else None
+    if not value.flags.writeable or value.nbytes > _MOST_BYTES:
+        return lambda: None
+    return partial(value.__setitem__, ..., value.copy())
 
 
 def _is_own_tensor(value: object) -> TypeGuard[Tensor]:

@@ -44,7 +44,7 @@ class TestOptimizer:
 
     def test_several_go_on_with_what_is_left_to_each(self, mlp: nn.Sequential) -> None:
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (mlp[:3], mlp[3:])]
-        loka.apply_mods(mlp, optimizer=optimizers)
+        loka.apply_mods(mlp, optimizer=(optimizer for optimizer in optimizers))
         left = [self.parameters(optimizer) for optimizer in optimizers]
         assert left == [[id(parameter) for parameter in part.parameters()] for part in (mlp[:3], mlp[3:])]
 

@@ -1,14 +1,17 @@
 """How blocks are looked for: what a trace cannot follow a run can, and the model does not notice."""
 
 import copy
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from found_lines import lines
 from torch import Tensor, nn
 
+from loka.nn import graph
 from loka.nn.blocks import Consumer, Follower, find_blocks
 from loka.nn.graph import Kind, Method
 
@@ -198,3 +201,22 @@ def test_a_scripted_part_is_traced_around_with_an_example_too() -> None:
         assert found.graph.method is Method.TRACE
         assert found.of("1").activation == Follower("ReLU", "2")
         assert found.of("3").is_head
+
+
+def test_what_is_data_or_has_no_state_is_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_MOST_ITEMS", 99)  # more than a module has attributes
+    monkeypatch.setattr(graph, "_MOST_BYTES", 16)
+    model = nn.Module()
+    model.small, model.large, model.fixed = np.zeros(2), np.zeros(3), np.zeros(2)
+    model.fixed.flags.writeable = False
+    model.system, model.own = random.SystemRandom(), {"seen": []}
+    model.own["self"] = model.own
+    model.users = {user: [] for user in range(100)}
+    with graph.left_as_it_was(model):
+        model.small += 1
+        model.large += 1
+        model.own["seen"].append(1)
+        model.users[0].append(1)
+        model.users[100] = []
+    assert (model.small[0], model.large[0], model.own["seen"]) == (0, 1, [])
+    assert list(model.users.values()) == [[1], *([] for _ in range(99))]
