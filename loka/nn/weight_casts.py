@@ -9,6 +9,7 @@ for that call alone.
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -202,12 +203,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for holder in list(_holders):
-        if id(holder.weight) in moved and not _stood_still(holder):
-            holder.recast_after_step()
+        if id(holder.weight) in moved:
+            with _unnoticed_where_still(holder):
+                holder.recast_after_step()
 
 
-def _stood_still(holder: HoldsWeightCasts) -> bool:
-    """An optimizer leaves alone what has no gradient, and a backward pass that is still to come may need its casts as they
-    are."""
+def _unnoticed_where_still(holder: Any) -> AbstractContextManager[None]:
+    """An optimizer leaves alone what has no gradient. Its casts come out as they were, and a backward pass that is still to
+    come may read them: autograd shall not take them for others. (Not casting them would miss who writes ``.data``.)"""
     known: _CastOf | None = vars(holder).get(CAST_OF)
-    return holder.weight.grad is None and known is not None and known.mark == _mark_of(holder.weight)
+    if holder.weight.grad is not None or known is None or known.mark != _mark_of(holder.weight):
+        return nullcontext()
+    return torch.autograd._unsafe_preserve_version_counter(tuple(held(holder).values()))

@@ -242,8 +242,7 @@ class TestTheyFollowTheWeight:
         monkeypatch.setattr(module, "recast_after_step", lambda: pytest.fail("refreshed for another's step"))
         self.step(other, torch.optim.SGD(other.parameters(), lr=0.1))
 
-    def test_a_weight_without_a_gradient_is_left_as_it_is(self) -> None:
-        """Or a backward pass that comes behind the step could not read its casts."""
+    def test_a_backward_pass_may_follow_a_step_that_did_not_move_the_weight(self) -> None:
         one, two = (loka.LokaLinear(32, 24, kernels=SAME) for _ in range(2))
         optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
         first, second = (module(torch.randn(8, 32, requires_grad=True)).square().sum() for module in (one, two))
@@ -253,6 +252,16 @@ class TestTheyFollowTheWeight:
             optimizer.step()
         assert self.is_current(one)
         assert self.is_current(two)
+
+    def test_an_optimizer_that_holds_the_gradients_itself_and_writes_data(self) -> None:
+        class Own(torch.optim.SGD):
+            def step(self, closure: None = None) -> None:
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.data.mul_(3)
+
+        module = loka.LokaLinear(32, 24, kernels=SAME)
+        Own(module.parameters(), lr=0.1).step()
+        assert self.is_current(module)
 
     def test_without_the_hook_they_would_be_stale(self) -> None:
         module = loka.LokaLinear(32, 24, kernels=SAME)
