@@ -6,6 +6,7 @@ Axes:  M rows,  K in_features,  N out_features,  D = K + N + 1, a site's x and t
 """
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +35,8 @@ SCHEMA = "loka.record/4"
 FILE = "record.safetensors"
 SAME_DIRECTION = 0.9  # the cosine
 NEVER_CALLED = "never called"  # a note
+FOLLOWERS = ("norm", "norm_kind", "activation", "activation_kind")  # what is known of the modules behind a site
+UNKNOWN_READER = "?"
 _MADE_BY = "loka probe WORKLOAD -o {}"
 
 
@@ -166,10 +169,18 @@ class SiteRecord(SiteFacts):
             "stays_serving": one.stays_serving or last.stays_serving,
             "consumers": tuple(dict.fromkeys((*one.consumers, *last.consumers))),
         }
-        for group in (("norm", "norm_kind", "activation", "activation_kind"), ("producer",), ("entry", "entry_block")):
+        for group in (FOLLOWERS, ("producer",), ("entry", "entry_block")):
             alike = all(getattr(one, name) == getattr(last, name) for name in group)
             both |= {name: getattr(one, name) if alike else None for name in group}
+            if group is FOLLOWERS and not alike:
+                both["consumers"] = tuple(dict.fromkeys((*both["consumers"], UNKNOWN_READER)))
         return both
+
+    def _alone(self) -> "SiteRecord":
+        """Without what follows it: that is another thing at another time, so that nobody knows who reads it."""
+        return dataclasses.replace(
+            self, **dict.fromkeys(FOLLOWERS), consumers=tuple(dict.fromkeys((*self.consumers, UNKNOWN_READER)))
+        )
 
     def _split_differs(self, other: "SiteRecord") -> tuple[str, ...]:
         """A note where the two Probes split dy along different directions: what is known of its parts is then approximate."""
@@ -194,6 +205,18 @@ class SiteRecord(SiteFacts):
                     f"Probes with the same memory_budget"
                 )
         return {name: a[name].merge(b[name]) if name in a and name in b else a.get(name) or b[name] for name in {**a, **b}}
+
+
+def _without_shared(sites: "dict[str, SiteRecord]") -> "dict[str, SiteRecord]":
+    """What two runs make of a model between them: a norm or an activation behind several sites is behind none, and a site whose
+    output several read, or with something else behind it, feeds none of them alone."""
+    followers = Counter(module for site in sites.values() for module in (site.norm, site.activation) if module)
+    shared = {module for module, n_sites in followers.items() if n_sites > 1}
+    known = {name: site._alone() if shared & {site.norm, site.activation} else site for name, site in sites.items()}
+    feeding = {name for name, site in known.items() if len(site.consumers) == 1}
+    return {
+        name: site if site.producer in feeding else dataclasses.replace(site, producer=None) for name, site in known.items()
+    }
 
 
 def _shapes(statistic: Statistic) -> dict[str, tuple[int, ...]]:
@@ -252,7 +275,8 @@ class Record:
         return dataclasses.replace(
             self,
             step_us=self.step_us if self.step_us is not None else other.step_us,
-            sites={name: site.merge(other.sites[name], share) for name, site in self.sites.items()},
+            sites=_without_shared({name: site.merge(other.sites[name], share) for name, site in self.sites.items()}),
+            uncovered=tuple(dict.fromkeys((*self.uncovered, *other.uncovered))),
             steps_seen=self.steps_seen + other.steps_seen,
         )
 

@@ -7,7 +7,7 @@ symbolic trace (``graph_trace``), which needs no example and covers the parts of
 import copy
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _NORM_FUNCTIONS = {name for name in functional.__dict__ if name.endswith("_norm")}
 _ACTIVATION_FUNCTIONS = {name.lower() for name in activation.__all__}  # written without underscores
 _MOST_ITEMS, _MOST_BYTES = 10_000, 2**26  # of a collection that is looked into, and of an array that is copied
-_COLLECTIONS = (dict, OrderedDict, defaultdict, list, deque, set)
+_COLLECTIONS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _SHAPES = {"contiguous", "flatten", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"}
 _COPIES = {"bfloat16", "clone", "data", "detach", "double", "float", "half", "to", "type", "type_as"}
 
@@ -177,7 +177,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     updates in place: tensors, arrays, generators, collections in collections. Objects of other classes are not looked into:
     another thread may be at work in them. Parameters are not copied: a forward pass reads them."""
     tables = _tables_of(model)
-    tables_before = [(table, copy.copy(table)) for table in tables]
+    tables_before = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
     buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
     kinds = {Tensor, torch.Generator, random.Random, *_numpy_kinds()}
     values = chain.from_iterable(_values_of(table) for table in tables)
@@ -210,7 +210,7 @@ def _tables_of(model: nn.Module) -> list[Any]:
         if id(table) not in tables:
             tables[id(table)] = table
             if len(table) <= _MOST_ITEMS:
-                pending += [value for value in _values_of(table) if type(value) in _COLLECTIONS]
+                pending += [value for value in _values_of(table) if type(value) in _COLLECTIONS or isinstance(value, tuple)]
     return list(tables.values())
 
 
@@ -233,7 +233,13 @@ def _put_back(value: Any) -> Callable[[], None]:
         return partial(value.set_state, value.get_state())
     if not value.flags.writeable or value.nbytes > _MOST_BYTES:
         return lambda: None
-    return partial(value.__setitem__, ..., value.copy())
+    return partial(_write, value, value.copy())
+
+
+def _write(array: Any, before: Any) -> None:
+    if array.shape != before.shape:
+        array.resize(before.shape, refcheck=False)
+    array[...] = before
 
 
 def _is_own_tensor(value: object) -> TypeGuard[Tensor]:

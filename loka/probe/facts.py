@@ -39,13 +39,13 @@ def blocks_of(model: nn.Module, seen: Watch, example: Example | None) -> FoundBl
 
 def producers_of(found: FoundBlocks) -> Mapping[str, str]:
     """Site → the site whose block is read by it alone, with nothing in between."""
-    producers: dict[str, str] = {}
+    producers: dict[str, list[str]] = {}
     for block in found:
         if len(block.consumers) == 1:
             (consumer,) = block.consumers
             if consumer.kind is Kind.SITE and not consumer.through:
-                producers[consumer.name] = block.site
-    return producers
+                producers.setdefault(consumer.name, []).append(block.site)
+    return {site: of_site[0] for site, of_site in producers.items() if len(of_site) == 1}
 
 
 def merged(flows: Sequence[FoundBlocks]) -> FoundBlocks:

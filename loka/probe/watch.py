@@ -30,10 +30,6 @@ class Call:
     dy_RN: Tensor | None = None
     is_first_backward: bool = True  # through it, of several
 
-    def repeats(self, other: "Call") -> bool:
-        """Whether it ran on what ``other`` ran on."""
-        return self.m == other.m and torch.equal(self.x_RK, other.x_RK)
-
 
 @dataclass
 class Watch:
@@ -53,9 +49,14 @@ class Watch:
 
     def leaves_calls_out(self, site: str) -> bool:
         """Whether ``trained_calls`` are without some that ran on something else, as behind a stopped gradient."""
-        trained = self.trained_calls(site)
-        others = [call for call in self.calls.get(site, []) if call.dy_RN is None and trained[0].dy_RN is not None]
-        return any(not any(call.repeats(one) for one in trained) for call in others)
+        calls = self.calls.get(site, [])
+        has_gradient = [call.dy_RN is not None for call in calls]
+        if all(has_gradient) or not any(has_gradient):
+            return False
+        sums = torch.stack([call.x_RK.double().nan_to_num().sum() for call in calls]).tolist()
+        rows = [(call.m, of_rows) for call, of_rows in zip(calls, sums, strict=True)]
+        trained = {of_call for of_call, is_trained in zip(rows, has_gradient, strict=True) if is_trained}
+        return not trained.issuperset(rows)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def _easy(model_options: dict[str, Any] | None = None, *, lr: float = 1e-3, **da
 
 def _pairs() -> TrainConfig:
     """The easy stream without its effects of third order, which one seed finds and another does not, and with fewer ids: runs
-    end so near the best possible, and each other, that some hundredths of a percent show."""
+    end so near the best possible, and each other, that some thousandths of a percent show."""
     return _easy(onehot_sizes=(20,) * 8, third_order=0.0)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -209,6 +210,7 @@ def test_what_is_data_or_has_no_state_is_not_put_back(monkeypatch: pytest.Monkey
     model = nn.Module()
     model.small, model.large, model.fixed = np.zeros(2), np.zeros(3), np.zeros(2)
     model.fixed.flags.writeable = False
+    model.grown, model.pair, model.counts = np.ones(2), (torch.zeros(1), [0]), Counter(a=2)
     model.system, model.own = random.SystemRandom(), {"seen": []}
     model.own["self"] = model.own
     model.users = {user: [] for user in range(100)}
@@ -216,7 +218,12 @@ def test_what_is_data_or_has_no_state_is_not_put_back(monkeypatch: pytest.Monkey
         model.small += 1
         model.large += 1
         model.own["seen"].append(1)
+        model.grown.resize(1, refcheck=False)
+        model.pair[0].add_(1)
+        model.pair[1].append(1)
+        model.counts["a"] += 1
         model.users[0].append(1)
         model.users[100] = []
     assert (model.small[0], model.large[0], model.own["seen"]) == (0, 1, [])
+    assert (model.grown.tolist(), model.pair, model.counts) == ([1.0, 1.0], (torch.zeros(1), [0]), Counter(a=2))
     assert list(model.users.values()) == [[1], *([] for _ in range(99))]

@@ -304,7 +304,7 @@ def test_what_is_around_a_layer_is_told_by_the_runs_that_called_it(order: str) -
     assert not any("never called" in site.notes for site in merged.sites.values())
     assert {one.sites["body"].norm_kind, other.sites["body"].norm_kind} == {"LayerNorm", None}
     assert (merged.sites["body"].norm, merged.sites["body"].norm_kind) == (None, None)  # behind it in one of them alone
-    assert set(merged.sites["body"].consumers) == {*one.sites["body"].consumers, *other.sites["body"].consumers}
+    assert set(merged.sites["body"].consumers) == {*one.sites["body"].consumers, *other.sites["body"].consumers, "?"}
     assert one.merge(one).sites["body"].norm_kind == one.sites["body"].norm_kind
 
 
@@ -314,3 +314,49 @@ def test_what_a_run_found_and_how_long_it_took_comes_back(record: Record, tmp_pa
     told.save(tmp_path)
     loaded = Record.load(tmp_path)
     assert (loaded.step_us, loaded.findings, loaded.uncovered) == (12.5, (finding,), ("bmm in layers.0",))
+
+
+class Tasks(nn.Module):
+    """A trunk, for each task a tower, and one norm, activation and head behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.act, self.norm, self.relu = nn.Linear(12, 12), nn.ReLU(), nn.LayerNorm(12), nn.ReLU()
+        self.towers, self.head = nn.ModuleDict({name: nn.Linear(12, 12) for name in "ab"}), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
+        h = self.towers[task](self.act(self.trunk(x)))
+        return self.head(self.relu(self.norm(h)))
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_runs_by_task_know_together_what_one_run_of_both_does(order: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tasks()
+
+    def record_in(tasks: str) -> Record:
+        probe = loka.Probe(model, every=1)
+        for task in tasks:
+            with probe.step():
+                model(torch.randn(32, 12), task).sum().backward()
+        return probe.record()
+
+    def flow(record: Record) -> dict[str, tuple[object, ...]]:
+        return {name: (site.norm, site.activation, site.producer, site.is_head) for name, site in record.sites.items()}
+
+    one, other, both = map(record_in, (*order, order))
+    assert flow(one) != flow(both)
+    one.merge(other).save(tmp_path)
+    for merged in (one.merge(other), Record.load(tmp_path).merge(one)):
+        assert flow(merged) == flow(both)
+        assert merged.uncovered == both.uncovered
+
+
+def test_a_head_in_one_run_is_a_head_and_what_stays_in_one_stays(record: Record) -> None:
+    name = next(iter(record.sites))
+    changed = dataclasses.replace(record.sites[name], is_head=True, stays="is a Scaled", stays_serving="torch passes by it")
+    other = dataclasses.replace(record, sites={**record.sites, name: changed}, uncovered=("linear",))
+    for merged in (record.merge(other), other.merge(record)):
+        site = merged.sites[name]
+        assert (site.is_head, site.stays, site.stays_serving) == (True, "is a Scaled", "torch passes by it")
+        assert merged.uncovered == ("linear",)
