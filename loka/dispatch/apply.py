@@ -77,6 +77,7 @@ def restore(model: nn.Module) -> None:
     swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
     put_back(model, swaps)
     for swap in swaps:
+        carry_hooks(swap.current, swap.original)  # of what blocks absorbed, too
         leave_as_it_is(swap.current)
     forget(model)
 
@@ -86,14 +87,16 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     model = unwrapped(model)
     applied = required_applied(model)
     chain = [name for name in _chain_of(applied.plan, site) if name in applied.swaps]
-    put_back(model, [swap for name in chain for swap in applied.swaps.pop(name)])
+    before = [swap for name in chain for swap in applied.swaps.pop(name)]
+    put_back(model, before)
     applied.plan = applied.plan.giving_back({site: reason})
     again = {planned.site: planned for planned in applied.plan.sites if planned.site in chain and planned.block is not None}
     swaps = {name: bind_block(model, linear_sites(model)[name], planned) for name, planned in again.items()}
     bound = {name: of_site for name, of_site in swaps.items() if not isinstance(of_site, str)}
     assert len(bound) == len(swaps)  # each of them ran until now
-    for swap in (swap for of_site in bound.values() for swap in of_site):
-        carry_hooks(swap.original, swap.current)
+    now = {swap.original: swap.current for of_site in bound.values() for swap in of_site}
+    for swap in before:
+        carry_hooks(swap.current, now.get(swap.original, swap.original))
     _link(applied.plan, bound)
     put_in(model, [swap for of_site in bound.values() for swap in of_site])
     applied.swaps.update(bound)

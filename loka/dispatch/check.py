@@ -6,7 +6,7 @@ Errors of sites add and cancel, and what wins at one site need not win in a mode
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,7 +119,7 @@ def check_plan(
         baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
-        _require_repeatable(high[0], losses(model, held_out[:1], loss)[0], limit)
+        _require_repeatable(high, losses(model, held_out, loss), max(limit, LEAST_DIFFERENCE) * abs(baseline_loss))
         rounds: list[Round] = []
         alone: dict[str, LossChange] = {}
         changed: set[str] = set()  # sites that run on other kernels than when they were asked
@@ -291,12 +291,13 @@ def _room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
     return torch._dynamo.config.patch(recompile_limit=4096, accumulated_recompile_limit=65536)
 
 
-def _require_repeatable(once: float, again: float, limit: float) -> None:
-    if abs(again - once) > max(limit, LEAST_DIFFERENCE) * abs(once):
-        raise InvalidInput(
-            f"the loss of one batch is {once:.6g} and then {again:.6g} with nothing changed: no plan could be told from that. "
-            f"Let loss(model, batch) seed what it draws, or draw it by torch's own generator, which is put back"
-        )
+def _require_repeatable(high: Sequence[float], again: Sequence[float], tolerance: float) -> None:
+    for first, second in zip(high, again, strict=True):
+        if not abs(second - first) <= tolerance:
+            raise InvalidInput(
+                f"the loss of one batch is {first:.6g} and then {second:.6g} with nothing changed: no plan could be told from "
+                f"that. Let loss(model, batch) seed what it draws, or draw it by torch's own generator, which is put back"
+            )
 
 
 def _learned_by(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> frozenset[Tensor]:

@@ -113,13 +113,13 @@ def put_in(model: nn.Module, swaps: Iterable[Swap]) -> None:
 
 
 def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
-    """Set each ``original`` back, with parameters, mode, and the users' attributes and hooks on calls as its stand-in has them
-    now."""
+    """Set each ``original`` back, with parameters, mode, and the users' attributes as its stand-in has them now; and, of sites,
+    with the users' hooks on calls."""
     swaps = list(swaps)
     for swap in swaps:
         if isinstance(swap.current, PlannedLinear | FusedBlock):
             swap.original._parameters.update(swap.current._parameters)
-        carry_hooks(swap.current, swap.original)
+            carry_hooks(swap.current, swap.original)
         give_back_attributes(swap.current, swap.original)
         swap.original.train(swap.current.training)
     _replace(model, {id(swap.current): swap.original for swap in swaps})

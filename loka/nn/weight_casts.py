@@ -54,7 +54,7 @@ def keep_current(holder: HoldsWeightCasts) -> None:
     """Refresh ``holder``'s casts after each step of any optimizer that holds its weight."""
     global _hook_installed
     if not _hook_installed:
-        register_optimizer_step_post_hook(torch.compiler.disable(_after_step))  # a compiled step would trace it in pieces
+        register_optimizer_step_post_hook(torch._disable_dynamo(_after_step))  # a compiled step would trace it in pieces
         _hook_installed = True
     _holders.add(holder)
 

@@ -165,11 +165,15 @@ def test_a_norm_in_front_that_something_else_reads_is_not_absorbed() -> None:
 def test_one_block_of_a_chain_is_given_back(site: str, followers: list[int]) -> None:
     model, plain = chain(), chain()
     loka.apply_plan(model, chain_plan(model))
+    called: list[int] = []
+    for index in range(9):  # layers, and what blocks absorbed of norms and activations
+        model.layers[index].register_forward_hook(lambda *_, index=index: called.append(index))
     give_back(model, site, "drifted")
     assert type(model.get_submodule(site)) is nn.Linear
     left = [model.layers[index] for index in (0, 3, 6) if f"layers.{index}" != site]
     assert [len(one.followers) for one in left if isinstance(one, FusedBlock)] == followers
     torch.testing.assert_close(model.layers(batch()), plain.layers(batch()))
+    assert sorted(called) == list(range(9))
     runs = {planned.site: planned for planned in required_applied(model).plan.sites}
     assert runs[site].reason == "drifted"
     assert all(planned.block.producer != site for planned in runs.values() if planned.block)

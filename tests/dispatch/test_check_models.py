@@ -27,6 +27,20 @@ def test_of_random_numbers_that_are_not_put_back_no_plan_is_told(goal: Goal) -> 
     assert checked.plan is plan
 
 
+@pytest.mark.parametrize("later", [1.5, float("nan")])
+def test_every_batch_must_give_the_same_again(later: float) -> None:
+    seen: list[int] = []
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return 1 + model(x).square().mean() + (later if seen.count(8) > 1 else 0.0)
+
+    plan = plan_for(tower(), {"bottom": ROWWISE}, goal=Goal.SERVING)
+    with pytest.raises(InvalidInput, match="with nothing changed"):
+        loka.check_plan(tower(), plan, [batch(), batch(8)], loss=loss, **LIMITS)
+    assert seen == [40, 8, 40, 8]
+
+
 class Routed(nn.Module):
     """Each row goes to one of four experts, by a router that rounding moves."""
 
