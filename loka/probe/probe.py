@@ -29,7 +29,7 @@ from loka.probe.clock import StepClock
 from loka.probe.exact import exact_products
 from loka.probe.facts import blocks_of, merged, producers_of, why_stays
 from loka.probe.findings.contract import find_all
-from loka.probe.site_learning import SiteLearning
+from loka.probe.site_learning import CALLS_LEFT_OUT, SiteLearning
 from loka.probe.statistics.contract import Rows
 from loka.probe.watch import Watch, watch
 from loka.probe.weights import WeightsOverTime, weight_of
@@ -37,7 +37,6 @@ from loka.probe.weights import WeightsOverTime, weight_of
 logger = logging.getLogger("loka")
 
 MOST_FLOWS = 8  # each takes one forward pass more
-CALLS_LEFT_OUT = "called without a gradient too, and not learned from there: errors are those of the calls that train it"
 SPREAD = 4  # a sample is learned within one in so many of the steps before the next
 
 

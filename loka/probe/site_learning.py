@@ -17,6 +17,8 @@ from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call
 from loka.probe.weights import weight_learns, weight_of
 
+CALLS_LEFT_OUT = "called without a gradient too, and not learned from there: errors are those of the calls that train it"
+
 
 class SiteLearning:
     """One linear layer, from sample to sample."""
@@ -67,8 +69,11 @@ class SiteLearning:
         """Merge the rows of a sample with what is known, which counts for ``fade`` times as much as it did."""
         if rows.dy_RN is not None and not self._trains:
             self._trains = True
+            if self._samples:
+                self.note(CALLS_LEFT_OUT)
             self._statistics, self._samples = {}, 0  # what was learned without gradients cannot be paired with them
         elif rows.dy_RN is None and self._trains:
+            self.note(CALLS_LEFT_OUT)
             return
         known = self._statistics
         self._statistics = absorb(known, rows, self._samples, fade) if known else observe(rows)

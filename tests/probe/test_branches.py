@@ -142,6 +142,18 @@ def test_calls_without_a_gradient_beside_others_are_told_unless_they_are_repetit
     assert notes(lambda: stopped(x[:32]))
 
 
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_so_are_steps_without_a_gradient(order: tuple[bool, bool]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    probe = loka.Probe(model, every=1)
+    for trains in order:
+        with torch.set_grad_enabled(trains), probe.step():
+            loss = model(torch.randn(16, 8)).sum()
+            if trains:
+                loss.backward()
+    assert any("without a gradient too" in note for note in probe.record().sites["0"].notes)
+
+
 def test_an_example_on_which_the_model_does_not_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     probe = loka.Probe(model, every=1, example=(torch.randn(4, 7),))
