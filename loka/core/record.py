@@ -163,18 +163,19 @@ class SiteRecord(SiteFacts):
         behind it in one of them alone is no part of a block."""
         called = [site for site in (self, other) if site.calls] or [self, other]
         one, last = called[0], called[-1]
-        both: dict[str, Any] = {
+
+        def alike(names: tuple[str, ...]) -> bool:
+            return all(getattr(one, name) == getattr(last, name) for name in names)
+
+        unknown = () if alike(FOLLOWERS) else (UNKNOWN_READER,)
+        groups = (FOLLOWERS, ("producer",), ("entry", "entry_block"))
+        return {
             "is_head": one.is_head or last.is_head,
             "stays": one.stays or last.stays,
             "stays_serving": one.stays_serving or last.stays_serving,
-            "consumers": tuple(dict.fromkeys((*one.consumers, *last.consumers))),
+            "consumers": tuple(dict.fromkeys((*one.consumers, *last.consumers, *unknown))),
+            **{name: getattr(one, name) if alike(group) else None for group in groups for name in group},
         }
-        for group in (FOLLOWERS, ("producer",), ("entry", "entry_block")):
-            alike = all(getattr(one, name) == getattr(last, name) for name in group)
-            both |= {name: getattr(one, name) if alike else None for name in group}
-            if group is FOLLOWERS and not alike:
-                both["consumers"] = tuple(dict.fromkeys((*both["consumers"], UNKNOWN_READER)))
-        return both
 
     def _alone(self) -> "SiteRecord":
         """Without what follows it: that is another thing at another time, so that nobody knows who reads it."""

@@ -23,8 +23,8 @@ from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
-from loka.nn.graph import left_as_it_was as modules_left_as_they_were
-from loka.nn.graph import random_state_kept
+from loka.nn.kept_state import left_as_it_was as modules_left_as_they_were
+from loka.nn.kept_state import random_state_kept
 from loka.nn.unwrap import Example, unwrapped
 from loka.nn.weight_casts import recast_after_step
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from loka.core.errors import InvalidInput
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
-from loka.nn.graph import left_as_it_was, random_state_kept
+from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.linear import has_rows, input_of
 from loka.numerics.confidence import estimate_mean
 

@@ -14,9 +14,10 @@ from loka.mods.contract import MODS, Mod, Place
 from loka.mods.report import Change, LeftAlone, ModReport
 from loka.mods.trained import evidence_of_training
 from loka.nn.blocks import FoundBlocks, find_blocks
-from loka.nn.graph import left_as_it_was, names_inside_torch
+from loka.nn.graph import names_inside_torch
 from loka.nn.graph_run import record_run
 from loka.nn.held import refuse_held_in_lists
+from loka.nn.kept_state import left_as_it_was
 from loka.nn.stand_in import take_over, why_not_taken_over
 from loka.nn.unwrap import Example, arguments_of
 

@@ -20,10 +20,9 @@ from loka.nn.graph import (
     Method,
     kind_of_function,
     kind_of_module,
-    left_as_it_was,
     plain_name,
-    random_state_kept,
 )
+from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.unwrap import Arguments
 from loka.nn.within import within
 

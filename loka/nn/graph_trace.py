@@ -14,7 +14,8 @@ from typing import Any
 import torch.fx
 from torch import nn
 
-from loka.nn.graph import KEPT, Call, Graph, Kind, Method, kind_of_function, kind_of_module, left_as_it_was, plain_name
+from loka.nn.graph import KEPT, Call, Graph, Kind, Method, kind_of_function, kind_of_module, plain_name
+from loka.nn.kept_state import left_as_it_was
 from loka.nn.within import within
 
 # What these give is no tensor: reading it is not reading the values.

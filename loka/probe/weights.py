@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from loka.core.matrix_normal import WIDEST, fits, matrix_normal_elements, observe_weight
 from loka.core.moments import State
 from loka.core.statistics import Rule, Statistic
-from loka.nn.graph import left_as_it_was
+from loka.nn.kept_state import left_as_it_was
 
 
 def weight_of(site: nn.Linear) -> Tensor:

@@ -14,7 +14,7 @@ from loka.core.progress import Progress, Silent, is_read
 from loka.core.record import Record
 from loka.core.workload import Workload
 from loka.mods.apply import apply_mods
-from loka.nn.graph import left_as_it_was
+from loka.nn.kept_state import left_as_it_was
 from loka.probe.probe import Probe
 from loka.train.optim import RowWiseAdagrad, make_dense_optimizer
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from found_lines import lines
 from torch import Tensor, nn
 
-from loka.nn import graph
+from loka.nn import kept_state
 from loka.nn.blocks import Consumer, Follower, find_blocks
 from loka.nn.graph import Kind, Method
 
@@ -205,8 +205,8 @@ def test_a_scripted_part_is_traced_around_with_an_example_too() -> None:
 
 
 def test_what_is_data_or_has_no_state_is_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_MOST_ITEMS", 99)  # more than a module has attributes
-    monkeypatch.setattr(graph, "_MOST_BYTES", 16)
+    monkeypatch.setattr(kept_state, "_MOST_ITEMS", 99)  # more than a module has attributes
+    monkeypatch.setattr(kept_state, "_MOST_BYTES", 16)
     model = nn.Module()
     model.small, model.large, model.fixed = np.zeros(2), np.zeros(3), np.zeros(2)
     model.fixed.flags.writeable = False
@@ -214,7 +214,7 @@ def test_what_is_data_or_has_no_state_is_not_put_back(monkeypatch: pytest.Monkey
     model.system, model.own = random.SystemRandom(), {"seen": []}
     model.own["self"] = model.own
     model.users = {user: [] for user in range(100)}
-    with graph.left_as_it_was(model):
+    with kept_state.left_as_it_was(model):
         model.small += 1
         model.large += 1
         model.own["seen"].append(1)

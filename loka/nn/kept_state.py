@@ -1,0 +1,112 @@
+"""Running a model without a trace of it: what forward does to its modules, and the random numbers it draws, are undone."""
+
+import copy
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+_MOST_ITEMS, _MOST_BYTES = 10_000, 2**26  # of a collection that is looked into, and of an array that is copied
+_COLLECTIONS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+
+
+@contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass does to the modules themselves: attributes it sets, buffers, and what else they hold that it
+    updates in place: tensors, arrays, generators, collections in collections. Objects of other classes are not looked into:
+    another thread may be at work in them. Parameters are not copied: a forward pass reads them."""
+    tables = _tables_of(model)
+    tables_before = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
+    buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
+    kinds = {Tensor, torch.Generator, random.Random, *_numpy_kinds()}
+    values = chain.from_iterable(_values_of(table) for table in tables)
+    held = {id(value): value for value in values if type(value) in kinds}  # of a vocabulary, nothing
+    others = [value for key, value in held.items() if key not in buffers_before and _is_own_tensor(value)]
+    tensors_before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in others]
+    put_back = [_put_back(value) for value in held.values() if not isinstance(value, Tensor)]
+    try:
+        yield
+    finally:
+        for table, before in tables_before:
+            table.clear()
+            table.extend(before) if isinstance(table, list | deque) else table.update(before)
+        for buffer, before in buffers_before.values():
+            buffer.data.copy_(before)
+        for tensor, version, before in tensors_before:
+            if tensor._version != version:
+                tensor.data.copy_(before)
+        for undo in put_back:
+            undo()
+
+
+def _tables_of(model: nn.Module) -> list[Any]:
+    """The attributes of its modules, among which are the tables of parameters, buffers and children, and the user's own
+    collections in them, in those again, and so on; not in what is so large that it is data."""
+    tables: dict[int, Any] = {}
+    pending: list[Any] = [module.__dict__ for module in model.modules()]
+    while pending:
+        table = pending.pop()
+        if id(table) not in tables:
+            tables[id(table)] = table
+            if len(table) <= _MOST_ITEMS:
+                pending += [value for value in _values_of(table) if type(value) in _COLLECTIONS or isinstance(value, tuple)]
+    return list(tables.values())
+
+
+def _values_of(table: Any) -> Iterable[object]:
+    return table.values() if isinstance(table, dict) else table
+
+
+def _numpy_kinds() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    return (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+
+
+def _put_back(value: Any) -> Callable[[], None]:
+    """What makes an array, or a generator of torch, Python or numpy, as it is now."""
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if hasattr(value, "bit_generator"):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if hasattr(value, "set_state"):
+        return partial(value.set_state, value.get_state())
+    if not value.flags.writeable or value.nbytes > _MOST_BYTES:
+        return lambda: None
+    return partial(_write, value, value.copy())
+
+
+def _write(array: Any, before: Any) -> None:
+    if array.shape != before.shape:
+        array.resize(before.shape, refcheck=False)
+    array[...] = before
+
+
+def _is_own_tensor(value: object) -> TypeGuard[Tensor]:
+    """A plain tensor that a module holds by itself and may write: no parameter, not what autograd has made of one, and not one
+    value that stands for many."""
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_inference():
+        return False
+    return value.grad_fn is None and 0 not in value.stride()
+
+
+@contextmanager
+def random_state_kept(model: nn.Module) -> Iterator[None]:
+    """Torch's random numbers, on the model's GPUs too, Python's, and numpy's where that is in use, go on behind it as if nobody
+    had drawn any."""
+    devices = list({parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"})
+    numpy = sys.modules.get("numpy")
+    python_before, numpy_before = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_before)
+        if numpy:
+            numpy.random.set_state(numpy_before)
