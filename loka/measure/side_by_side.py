@@ -19,6 +19,9 @@ Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
 
 _ONE_CORE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # for each: processes enough are at it
+_GOODBYE_S = 10.0  # for a process that waits to be told to end by itself
+
+NOT_READY = "not ready after"  # how the reason of one that took too long begins
 
 
 class WorkerLost(RuntimeError):
@@ -65,12 +68,14 @@ class Worker(Generic[Item, Prepared]):
                 if self._here.poll(left_s):
                     return self._here.recv()
                 self.stop()
-                why_lost = f"not ready after {self._limit_s:.0f} s"
+                why_lost = f"{NOT_READY} {self._limit_s:.0f} s"
             self._why_lost = why_lost
         raise WorkerLost(self._why_lost)
 
     def stop(self) -> None:
         self._here.close()
+        if self._is_ready:  # it sees that nobody asks any more, and gives back what one that is stopped leaves behind
+            self._process.join(_GOODBYE_S)
         self._process.terminate()
         self._process.join()
 

@@ -17,7 +17,7 @@ import torch
 
 from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.measure.failure import OUT_OF_MEMORY, reason_of
-from loka.measure.side_by_side import Worker, WorkerLost
+from loka.measure.side_by_side import NOT_READY, Worker, WorkerLost
 from loka.train.model_arms import ARMS, BASELINE, ModelArm
 from loka.train.model_bench import Cell, ModelBench, Ready, release_memory
 from loka.train.step_timer import StepTimer
@@ -51,7 +51,7 @@ def measure_side_by_side(
     bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], *, workers: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of ``cell`` as ``ModelBench.measure`` gives them. Beside the baseline ``workers`` arms at once are in memory;
-    one that runs out of it is tried again alone. A baseline that is lost ends the cell."""
+    one that runs out of it, or of time, is tried again alone. A baseline that is lost ends the cell."""
     if workers < 1:
         raise InvalidInput(f"workers must be at least 1 here, got {workers}")
     with ExitStack() as held:
@@ -62,7 +62,7 @@ def measure_side_by_side(
         for first in range(0, len(arms), workers):
             group, again = arms[first : first + workers], []
             for arm, row in _rows_of_group(bench, cell, group, base, start, surveys):
-                if row.get("failed") == OUT_OF_MEMORY and len(group) > 1:
+                if row.get("failed", "").startswith((OUT_OF_MEMORY, NOT_READY)) and len(group) > 1:
                     again.append(arm)
                 else:
                     yield arm.name, row

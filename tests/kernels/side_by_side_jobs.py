@@ -1,7 +1,9 @@
 """What the processes of test_side_by_side run: a module, so that they can import it."""
 
+import multiprocessing
 import os
 import time
+from multiprocessing.synchronize import Lock as SynchronizedLock
 from pathlib import Path
 
 from loka.measure.side_by_side import Worker
@@ -51,6 +53,14 @@ def run(prepared: tuple[str, str, int]) -> tuple[str, bool, int]:
     time.sleep(0.02)
     tell(log, f"end {name}")
     return name, prepared_by == os.getpid(), os.getpid()
+
+
+def prepare_a_lock(_: None) -> SynchronizedLock:
+    return multiprocessing.get_context("spawn").Lock()
+
+
+def name_of(lock: SynchronizedLock) -> str:
+    return str(lock)
 
 
 def prepare_for_long(log: str) -> None:

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -77,6 +79,19 @@ def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
             return
         time.sleep(0.1)
     pytest.fail("the process goes on")
+
+
+def test_a_process_that_is_done_leaves_nothing_behind() -> None:
+    """One that is stopped where it stands is said to leak what it shares with others, as compilers do: locks."""
+    script = (
+        "from loka.measure.side_by_side import Worker\nfrom side_by_side_jobs import name_of, prepare_a_lock\n"
+        "if __name__ == '__main__':\n"
+        "    worker = Worker(prepare_a_lock, None)\n    print(worker.call(name_of))\n    worker.stop()\n"
+    )
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Lock" in done.stdout
 
 
 def test_a_process_that_takes_too_long_is_stopped(tmp_path: Path) -> None:

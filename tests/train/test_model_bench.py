@@ -97,14 +97,14 @@ class FakeWorker:
     alive: ClassVar[set[str]] = set()
     most = 0
 
-    def __init__(self, name: str, says: str | None = None, calls: float = math.inf, alone: bool = False) -> None:
-        self.name, self.says, self.calls, self.alone = name, says, calls, alone
+    def __init__(self, name: str, says: str = "", calls: float = math.inf) -> None:
+        self.name, self.says, self.calls = name, says, calls
         self.alive.add(name)
         FakeWorker.most = max(FakeWorker.most, len(self.alive))
         self.company = len(self.alive) > 2
 
     def wait_until_ready(self) -> None:
-        if self.says == "late":
+        if self.says == "late" or (self.says == "late in company" and self.company):
             raise WorkerLost("not ready after 240 s")
 
     def call(self, function: object) -> object:
@@ -113,7 +113,7 @@ class FakeWorker:
         if self.calls < 0:
             raise WorkerLost("its process ended")
         if function is model_crew._facts:
-            return OUT_OF_MEMORY if self.alone and self.company else self.says or ("", 1.0, None, False)
+            return OUT_OF_MEMORY if self.says == "short of memory in company" and self.company else ("", 1.0, None, False)
         return 1000.0 if function is model_crew._step_us else None
 
     def stop(self) -> None:
@@ -155,8 +155,9 @@ class TestCrew:
         told = crew(3, mods={"says": "late"}, tf32={"calls": 2})
         assert told == self.ALL | {"mods": "not ready after 240 s", "tf32": "its process ended"}
 
-    def test_an_arm_that_runs_out_of_memory_is_tried_again_alone(self, crew):
-        assert crew(3, mods={"alone": True}) == self.ALL
+    @pytest.mark.parametrize("short_of", ["short of memory", "late"])
+    def test_an_arm_that_runs_out_of_memory_or_time_is_tried_again_alone(self, crew, short_of):
+        assert crew(3, mods={"says": f"{short_of} in company"}) == self.ALL
 
     def test_without_the_baseline_nothing_is_written_down(self, crew):
         with pytest.raises(BaselineLost, match="its process ended"):
