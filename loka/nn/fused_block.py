@@ -4,7 +4,7 @@ Where the kernels cannot run (see ``why_reference``) the same module computes th
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from loka.nn.weight_casts import (
     holds_current_casts,
     keep_current,
     refresh_after_load,
+    refuse_replicas,
     rewrite_casts,
     state_without_casts,
     store_casts,
@@ -132,6 +133,9 @@ class FusedBlock(nn.Module):
         super()._apply(fn, recurse)
         self.refresh_weight_casts()
         return self
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        refuse_replicas()
 
     def __getstate__(self) -> dict[str, Any]:
         return state_without_casts(self)

@@ -1,6 +1,6 @@
 """LokaLinear: ``nn.Linear`` with a kernel for each of its three GEMMs."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from loka.nn.weight_casts import (
     keep_current,
     move_held,
     refresh_after_load,
+    refuse_replicas,
     rewrite_casts,
     state_without_casts,
     store_casts,
@@ -182,6 +183,9 @@ class LokaLinear(nn.Linear):
         move_held(self, fn)
         self.refresh_weight_casts()
         return self
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        refuse_replicas()
 
     def __getstate__(self) -> dict[str, Any]:
         return state_without_casts(self)

@@ -10,11 +10,13 @@ for that call alone.
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from loka.core.errors import InvalidInput
 
 
 class HoldsWeightCasts(Protocol):
@@ -48,6 +50,14 @@ class _Held(nn.Module):
 
 
 _rewrites: weakref.WeakKeyDictionary[nn.Module, _Rewrite] = weakref.WeakKeyDictionary()  # not in the modules: they are pickled
+
+
+def refuse_replicas() -> NoReturn:
+    """nn.DataParallel copies modules to other devices, but not what they hold beside parameters and buffers."""
+    raise InvalidInput(
+        "a planned layer holds casts on one device, which nn.DataParallel does not copy to the others: use "
+        "DistributedDataParallel, one process for each GPU, or loka.restore(model) first"
+    )
 
 
 def keep_current(holder: HoldsWeightCasts) -> None:

@@ -23,6 +23,7 @@ from loka.core.errors import InvalidFile, InvalidInput, KernelUnavailable, LokaE
 from loka.core.plan import BlockPlan, Goal, Plan
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
+from loka.nn.fused_block import FusedBlock
 
 
 def changed(plan: Plan, **fields: object) -> Plan:
@@ -180,6 +181,19 @@ def test_sharded_models_are_refused() -> None:
         setattr(model, name, module)
         with pytest.raises(InvalidInput, match=f"{name} is .*{what}.*LoKA does not run sharded models yet"):
             loka.apply_plan(model, plan)
+
+
+def test_replicas_of_data_parallel_are_refused() -> None:
+    """They would read the casts of another device. Made as torch makes them, for it does so with two GPUs alone."""
+    model = tower()
+    plan = plan_for(model, MIXED)
+    loka.apply_plan(model, plan)
+    planned = [model.get_submodule(site.site) for site in plan.sites if site.is_low_precision]
+    assert planned
+    block = FusedBlock.from_modules(nn.Linear(64, 64, bias=False), loka.BlockNorm(64), nn.Hardswish())
+    for module in (*planned, block):
+        with pytest.raises(InvalidInput, match="use DistributedDataParallel"):
+            module._replicate_for_data_parallel()
 
 
 def test_on_missing_is_one_of_two() -> None:
