@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cuda_graphs import captured
 from plans import plan_for
 from torch import Tensor, nn
 
@@ -124,15 +125,7 @@ def test_captured_in_a_cuda_graph() -> None:
     loka.freeze(planned)
     x = batch()
     expected = planned(x).clone()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            planned(x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = planned(x)
+    graph, y = captured(lambda: planned(x))
     x.copy_(2 * x)
     graph.replay()
     assert not torch.equal(y, expected)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cuda_graphs import captured
 from torch import Tensor, nn
 
 import loka
@@ -394,15 +395,7 @@ class TestOnTheGpu:
             optimizer.step()
             return loss
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = step()
+        graph, loss = captured(step)
         losses = []
         for _ in range(30):
             graph.replay()

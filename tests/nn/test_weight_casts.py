@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from cuda_graphs import captured
 from emulated_block import emulate
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -347,14 +348,7 @@ class TestTheyFollowTheWeight:
             optimizer.step()
             return loss
 
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = step()
+        graph, loss = captured(step)
         losses = []
         for _ in range(20):
             graph.replay()
