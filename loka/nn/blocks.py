@@ -60,7 +60,8 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Block:
-    """A site with the norm and activation that nobody but it feeds on the way, so that one kernel may run all three."""
+    """A site with the norm and activation that nobody but it feeds on the way, so that one kernel may run all three, as far as
+    they are modules."""
 
     site: str
     in_features: int
@@ -75,6 +76,23 @@ class Block:
     aliases: tuple[str, ...] = ()  # further names of the same module
     same_weight: tuple[str, ...] = ()  # other sites that hold the same weight
     read_by: str | None = None  # a function that reads its parameters without calling it
+
+    @property
+    def norm_module(self) -> str | None:
+        """What one kernel may run in place of; None for a function, which stays where it is."""
+        return self.norm.module if self.norm else None
+
+    @property
+    def activation_module(self) -> str | None:
+        """As ``norm_module``; nor may it be taken in past a norm that stays."""
+        return self.activation.module if self.activation and (self.norm is None or self.norm.module) else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing stays behind what one kernel may run."""
+        return (self.norm is None or self.norm_module is not None) and (
+            self.activation is None or self.activation_module is not None
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:

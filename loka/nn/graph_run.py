@@ -3,6 +3,7 @@
 Tensors are followed by identity, so any Python between the calls will do: branches, loops, the user's own batch types.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ from loka.nn.graph import (
 from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.unwrap import Arguments
 from loka.nn.within import within
+
+_IN_PLACE = re.compile(r"\w*[^_]_|__i\w+__|__setitem__")
+_VALUES = {"item", "tolist", "numpy", "__array__"}  # what these give is no tensor, and still they read the values
 
 
 def record_run(model: nn.Module, given: Arguments) -> Graph:
@@ -56,8 +60,10 @@ class _Recorder(TorchFunctionMode):
         self._parameters: defaultdict[int, list[str]] = defaultdict(list)  # all names of each
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._parameters[id(parameter)].append(name)
-        self._constants = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # and what is made of them alone
+        self._states = frozenset(id(tensor) for tensor in (*model.parameters(), *model.buffers()))
+        self._constants = set(self._states)  # and what is made of them alone
         self._maker: dict[int, int] = {}  # id of a tensor → the call that made it
+        self._owner: dict[int, int] = {}  # address of memory → the call that gave it, or that last wrote there
         self._alive: list[Tensor] = []  # as long as a tensor lives, its id is its own
         self._inside = [""]
         self._leaf: nn.Module | None = None  # the leaf module now running, whose inner workings are not recorded
@@ -74,16 +80,20 @@ class _Recorder(TorchFunctionMode):
         reads = self._reads(list(_tensors_in(output)))
         attributes = (value for module in self._model.modules() for value in vars(module).values())
         held = (tensor for value in attributes for tensor in _tensors_in(value, depth=3))
-        kept = [self._maker[id(tensor)] for tensor in held if id(tensor) in self._maker]
+        kept = [origin for tensor in held if (origin := self._origin(tensor)) is not None]
         if kept:  # by the modules, for whoever asks them later
             self.calls.append(Call(Kind.OTHER, KEPT, False, "", tuple(dict.fromkeys(kept))))
         self.calls.append(Call(Kind.OUTPUT, "output", False, "", reads))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._leaf is not None:
+            return func(*args, **kwargs)
+        given = list(_tensors_in((args, kwargs)))
+        versions = [_version(tensor) for tensor in given]
         output = func(*args, **kwargs)
-        if self._leaf is None:
-            self._record_function(_name_of(func), args, kwargs, output)
+        written = [tensor for tensor, version in zip(given, versions, strict=True) if _version(tensor) != version]
+        self._record_function(_name_of(func), args, kwargs, given, written, output)
         return output
 
     def _hooks(self, name: str, kind: Kind | None) -> tuple[Any, Any]:
@@ -99,28 +109,28 @@ class _Recorder(TorchFunctionMode):
             elif self._leaf is module:
                 self._leaf = None
                 if not isinstance(module, nn.Identity):  # it hands on the very tensor, with the call that made it
-                    self._record(kind or Kind.OTHER, name, True, (args, kwargs), list(_tensors_in(output)))
+                    given, made = (list(_tensors_in(value)) for value in ((args, kwargs), output))
+                    self._record(kind or Kind.OTHER, name, True, given, made)
 
         return enter, leave
 
-    def _record_function(self, raw_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        made = list(_tensors_in(output))
-        is_in_place = raw_name == "__setitem__" or (raw_name.endswith("_") and not raw_name.endswith("__"))
-        is_in_place |= kwargs.get("out") is not None
-        if raw_name == "__setitem__":
-            made = [args[0]]
-        given = list(_tensors_in((args, kwargs)))
-        if not made or (not is_in_place and all(any(tensor is other for other in given) for tensor in made)):
+    def _record_function(
+        self, raw_name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor], written: list[Tensor], output: Any
+    ) -> None:
+        outputs = [args[0]] if raw_name == "__setitem__" else list(_tensors_in(output))
+        # By its name and options as well: tensors of inference mode do not count how often they are written.
+        is_in_place = bool(_IN_PLACE.fullmatch(raw_name)) or kwargs.get("out") is not None or kwargs.get("inplace") is True
+        made = [tensor for tensor in outputs if is_in_place or not _is_among(tensor, given)]
+        made += [tensor for tensor in written if id(tensor) not in self._states and not _is_among(tensor, made)]
+        if not made and raw_name not in _VALUES:
             return  # a shape or the like, or x.contiguous() of what is contiguous
-        if is_in_place:  # a view is written: so is what it is a view of
-            made += [tensor._base for tensor in made if tensor._base is not None]
         name = plain_name(raw_name)
         for tensor in given:
             self.parameters_read |= dict.fromkeys(self._parameters.get(id(tensor), ()), name)
-        self._record(None, name, False, (args, kwargs), made)
+        self._record(None, name, False, given, made)
 
-    def _record(self, kind: Kind | None, name: str, is_module: bool, given: Any, made: list[Tensor]) -> None:
-        reads = self._reads(list(_tensors_in(given)))
+    def _record(self, kind: Kind | None, name: str, is_module: bool, given: list[Tensor], made: list[Tensor]) -> None:
+        reads = self._reads(given)
         if not reads and not is_module:
             self._constants.update(map(id, made))
             self._alive += made
@@ -128,23 +138,37 @@ class _Recorder(TorchFunctionMode):
         kind = kind or kind_of_function(name, len(reads))
         self.calls.append(Call(kind, name, is_module, self._inside[-1], reads))
         for tensor in made:
-            self._remember(tensor, len(self.calls) - 1)
+            self._remember(tensor, len(self.calls) - 1, is_written=_is_among(tensor, given))
 
     def _reads(self, tensors: list[Tensor]) -> tuple[int, ...]:
         """The calls that made ``tensors``. One that nobody made, and that is no constant, came in from outside."""
         reads = []
         for tensor in tensors:
-            if id(tensor) not in self._maker:
-                if id(tensor) in self._constants:
-                    continue
+            origin = self._origin(tensor)
+            if origin is None and id(tensor) in self._constants:
+                continue
+            if origin is None:
                 self.calls.append(Call(Kind.INPUT, "input", False, ""))
-                self._remember(tensor, len(self.calls) - 1)
-            reads.append(self._maker[id(tensor)])
+                origin = len(self.calls) - 1
+                self._remember(tensor, origin)
+            reads.append(origin)
         return tuple(dict.fromkeys(reads))
 
-    def _remember(self, tensor: Tensor, call: int) -> None:
+    def _origin(self, tensor: Tensor) -> int | None:
+        """The call that made ``tensor``, or that wrote its memory since: by way of a view, or of what it is a view of.
+
+        One that came out of nowhere may lie in memory that is known (from numpy, or behind ``torch.vmap``).
+        """
+        made, owner = self._maker.get(id(tensor)), self._owner.get(_address(tensor))
+        if made is not None:
+            return made if owner is None else max(made, owner)
+        return owner if owner is not None and self.calls[owner].kind is not Kind.INPUT else None
+
+    def _remember(self, tensor: Tensor, call: int, *, is_written: bool = False) -> None:
         self._alive.append(tensor)
         self._maker[id(tensor)] = call
+        if address := _address(tensor):
+            self._owner[address] = call if is_written else self._owner.get(address, call)
 
 
 def _name_of(function: Any) -> str:
@@ -154,4 +178,27 @@ def _name_of(function: Any) -> str:
 
 
 def _tensors_in(value: object, depth: int = 8) -> Iterator[Tensor]:
-    return (part for part in within(value, depth, objects=True) if isinstance(part, Tensor))
+    return (_unwrapped(part) for part in within(value, depth, objects=True) if isinstance(part, Tensor))
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor that ``torch.vmap`` and its like hand on wrapped."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _is_among(tensor: Tensor, others: list[Tensor]) -> bool:
+    return any(tensor is other for other in others)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    """Of its memory, which views share; 0 where it has none of its own (sparse, nested, empty)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0

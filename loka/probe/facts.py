@@ -41,7 +41,7 @@ def producers_of(found: FoundBlocks) -> Mapping[str, str]:
     """Site → the site whose block is read by it alone, with nothing in between."""
     producers: dict[str, list[str]] = {}
     for block in found:
-        if len(block.consumers) == 1:
+        if block.is_whole and len(block.consumers) == 1:
             (consumer,) = block.consumers
             if consumer.kind is Kind.SITE and not consumer.through:
                 producers.setdefault(consumer.name, []).append(block.site)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from plans import ROWWISE, plan_for
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import loka
 from loka.core.errors import KernelUnavailable
@@ -202,9 +203,32 @@ class Branching(nn.Module):
         return self.head(self.norm(self.a(x)) if x.sum() > -1e9 else x)
 
 
+class Functional(nn.Module):
+    """An activation that is a function behind a norm, and a norm that is one in front of an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = (nn.Linear(32, n) for n in (32, 32, 32, 1))
+        self.norm_a, self.norm_b, self.act = loka.BlockNorm(32), loka.BlockNorm(32), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm_b(self.b(F.relu(self.norm_a(self.a(x))))))
+        return self.head(self.act(F.layer_norm(self.c(x), (32,))))
+
+
 @pytest.mark.parametrize(
     ("model", "planned", "message"),
     [
+        (
+            Functional(),
+            {"a": BlockPlan("triton.block", "norm_a", None), "b": BlockPlan("triton.block", "norm_b", None, True, "a")},
+            "b is planned to take FP8 from a, and here relu is between them",
+        ),
+        (
+            Functional(),
+            {"c": BlockPlan("triton.block", None, "act")},
+            "c is planned with act behind it, and here it is another",
+        ),
         (
             Shared(),
             {"a": BlockPlan("triton.block", "norm_a", "act")},
@@ -215,6 +239,11 @@ class Branching(nn.Module):
             {"a": BlockPlan("triton.block", "norm_b", None)},
             "a is planned with norm_b behind it, and here it is norm_a",
         ),
+        (
+            nn.Sequential(nn.Linear(32, 32), loka.BlockNorm(32), nn.ReLU(), nn.Linear(32, 1)),
+            {"0": BlockPlan("triton.block", None, "2")},
+            "0 is planned with 2 behind it, and here it is another",
+        ),
         (Branching(), {"a": BlockPlan("triton.block", "norm", None)}, r"a cannot be followed through the model: pass example="),
     ],
 )
@@ -222,6 +251,14 @@ def test_what_the_data_flow_does_not_allow_is_refused(model: nn.Module, planned:
     with pytest.raises(KernelUnavailable, match=message):
         loka.apply_plan(model, plan_for(model, planned))
     assert not any(isinstance(module, FusedBlock) for module in model.modules())
+
+
+def test_a_function_behind_a_block_runs_behind_it() -> None:
+    model = Functional()
+    expected = model(batch())
+    loka.apply_plan(model, plan_for(model, {site: BlockPlan("triton.block", f"norm_{site}", None) for site in ("a", "b")}))
+    assert isinstance(model.a, FusedBlock)
+    torch.testing.assert_close(model(batch()), expected)
 
 
 def test_a_block_needs_no_norm() -> None:

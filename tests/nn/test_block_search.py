@@ -3,7 +3,9 @@
 import copy
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -127,6 +129,59 @@ class WritesInto(nn.Module):
 
 def test_what_is_written_by_out_stands_between_a_site_and_its_norm() -> None:
     assert lines(find_blocks(WritesInto(), (torch.randn(3, 4),))) == ["linear ⇒ add"]
+
+
+def shifted(y: Tensor) -> Tensor:
+    y += 1
+    return y
+
+
+def relu_by_a_view(y: Tensor) -> Tensor:
+    y.view(-1).relu_()
+    return y
+
+
+def module_by_a_view(y: Tensor) -> Tensor:
+    nn.ReLU(inplace=True)(y.flatten())
+    return y
+
+
+def of_the_numbers(y: Tensor) -> Tensor:
+    return y if y.tolist() else -y
+
+
+class Between(nn.Module):
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.between = nn.Linear(4, 4), nn.LayerNorm(4), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.between(self.linear(x)))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("between", "found"),
+    [
+        (partial(F.relu, inplace=True), "linear → relu ⇒ norm"),
+        (lambda y: F.relu(y, True), "linear → relu ⇒ norm"),
+        (partial(F.dropout, p=0.5, inplace=True), "linear ⇒ dropout → norm"),
+        (torch.relu_, "linear → relu ⇒ norm"),
+        (shifted, "linear ⇒ add"),
+        (relu_by_a_view, "linear ⇒ view → relu"),
+        (module_by_a_view, "linear ⇒ flatten → relu"),
+        (torch.vmap(torch.sin), "linear ⇒ sin"),
+        (lambda y: torch.from_numpy(y.numpy() * 1), "linear ⇒ numpy"),
+        (lambda y: torch.from_numpy(y.numpy()), "linear ⇒ numpy, norm"),
+        (of_the_numbers, "linear ⇒ tolist, norm"),
+    ],
+)
+def test_whatever_comes_between_a_site_and_its_norm_is_seen(
+    mode: type[torch.no_grad], between: Callable[[Tensor], Tensor], found: str
+) -> None:
+    """Functions that change a tensor and return it, by any way to its memory, and those that read values and return none."""
+    with mode():
+        assert lines(find_blocks(Between(between), (torch.randn(3, 4),))) == [found]
 
 
 class Careless(nn.Module):

@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import loka
@@ -232,6 +234,38 @@ def test_a_chain_leads_to_what_reads_a_block_as_it_is(between: Callable[[Tensor]
     with probe.step():
         model(torch.randn(32, 8)).mean().backward()
     assert probe.record().sites["second"].producer == producer
+
+
+@pytest.mark.parametrize(
+    ("norm", "act", "absorbed"),
+    [
+        (nn.LayerNorm(16), nn.ReLU(), ("norm", "act", "first")),
+        (nn.LayerNorm(16), F.relu, ("norm", None, None)),
+        (partial(F.layer_norm, normalized_shape=(16,)), nn.ReLU(), (None, None, None)),
+        (nn.Identity(), F.relu, (None, None, None)),
+    ],
+)
+def test_a_function_is_not_absorbed_and_nothing_behind_it(
+    norm: Callable[[Tensor], Tensor], act: Callable[[Tensor], Tensor], absorbed: tuple[str | None, str | None, str | None]
+) -> None:
+    """A kernel that ran what is around it would run past it: the function would come behind both, or behind a whole chain."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+            self.norm, self.act = norm, act
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.second(self.act(self.norm(self.first(x)))).relu())
+
+    model = Chain()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(32, 8)).mean().backward()
+    first, second = (probe.record().sites[name] for name in ("first", "second"))
+    assert (first.norm, first.activation, second.producer) == absorbed
+    assert first.activation_kind in ("relu", "ReLU")
 
 
 class Stages(nn.Module):
