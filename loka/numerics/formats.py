@@ -16,19 +16,24 @@ class FormatInfo:
 
     format: Format
     dtype: torch.dtype
-    max: float
     smallest_normal: float
     smallest_subnormal: float
     mantissa_bits: int
+
+    @property
+    def max(self) -> float:
+        """By torch's own word, which ``torch.compile(dynamic=True)`` takes for a constant. A field it makes an input of the
+        graph, and stops at the second site that reads it."""
+        return torch.finfo(self.dtype).max if self.dtype.is_floating_point else float(torch.iinfo(self.dtype).max)
 
 
 # Looked up by ``format.value``: torch.compile (2.13) sets no guard on an enum that is a dict's key, and would go on using
 # the graph of the first format it saw.
 _INFOS: dict[str, FormatInfo] = {
-    Format.E4M3: FormatInfo(Format.E4M3, torch.float8_e4m3fn, 448.0, 2.0**-6, 2.0**-9, 3),
-    Format.E5M2: FormatInfo(Format.E5M2, torch.float8_e5m2, 57344.0, 2.0**-14, 2.0**-16, 2),
+    Format.E4M3: FormatInfo(Format.E4M3, torch.float8_e4m3fn, 2.0**-6, 2.0**-9, 3),
+    Format.E5M2: FormatInfo(Format.E5M2, torch.float8_e5m2, 2.0**-14, 2.0**-16, 2),
     # Symmetric: −128 is never produced, so that negating a tensor negates its codes.
-    Format.INT8: FormatInfo(Format.INT8, torch.int8, 127.0, 1.0, 1.0, 7),
+    Format.INT8: FormatInfo(Format.INT8, torch.int8, 1.0, 1.0, 7),
 }
 
 _DTYPES: dict[str, torch.dtype] = {

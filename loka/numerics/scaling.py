@@ -20,8 +20,6 @@ from loka.core.errors import InvalidInput
 from loka.core.recipe import Format, Scaling
 from loka.numerics.formats import decode, encode, info, require_encodable
 
-_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # a subnormal scale loses bits, or is flushed to zero
-_LARGEST_SCALE = torch.finfo(torch.float32).max
 
 _TRANSPOSED: dict[str, Scaling] = {  # by ``scaling.value``, see formats.py
     Scaling.TENSORWISE: Scaling.TENSORWISE,
@@ -56,7 +54,8 @@ def amax(x: Tensor, scaling: Scaling) -> Tensor:
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     """The scale that maps ``amax`` onto the format's maximum: 1 for an amax of 0, NaN for one that is not finite."""
     largest = torch.full_like(amax, info(format).max)  # a tensor: by a number, torch multiplies with its inverse on a GPU
-    scale = (amax / largest).clamp(min=_SMALLEST_SCALE)
+    # A subnormal scale loses bits, or is flushed to zero. Asked for here, for the reason that a format's maximum is.
+    scale = (amax / largest).clamp(min=torch.finfo(torch.float32).smallest_normal)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(amax.isfinite(), scale, math.nan)
 
@@ -150,13 +149,14 @@ def _split(size: int, block: int | None) -> tuple[int, int]:
 
 
 def _static_scale(scale: float | Tensor, device: torch.device) -> Tensor:
+    fp32 = torch.finfo(torch.float32)
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise InvalidInput(f"static_scale is one value for the whole tensor, got shape {tuple(scale.shape)}")
         scale_11 = scale.to(device=device, dtype=torch.float32).reshape(1, 1)
         # Its value cannot be read without waiting for the device, so an unusable one makes everything NaN instead.
-        return torch.where((scale_11 >= _SMALLEST_SCALE) & (scale_11 <= _LARGEST_SCALE), scale_11, math.nan)
-    if not _SMALLEST_SCALE <= scale <= _LARGEST_SCALE:
+        return torch.where((scale_11 >= fp32.smallest_normal) & (scale_11 <= fp32.max), scale_11, math.nan)
+    if not fp32.smallest_normal <= scale <= fp32.max:
         raise InvalidInput(f"static_scale must be a positive normal FP32 number, got {scale}")
     return torch.full((1, 1), scale, dtype=torch.float32, device=device)
 

@@ -244,6 +244,25 @@ class TestHowModelsRun:
         )
 
     @pytest.mark.usefixtures("fresh_compiler")
+    @pytest.mark.parametrize(
+        "kernels",
+        [
+            *(SiteKernels.same(name) for name in ("onednn.int8_tensorwise", "reference.rowwise", "reference.blockwise")),
+            SiteKernels("reference.static", "reference.rowwise_e5m2", "reference.static"),
+        ],
+        ids=lambda kernels: kernels.fprop,
+    )
+    def test_trained_with_dynamic_shapes(self, kernels: SiteKernels) -> None:
+        """Several sites: numbers that they share must not become inputs of a graph."""
+        model, eager = tower(), tower()
+        for one in (model, eager):
+            loka.apply_plan(one, plan_for(one, dict.fromkeys(("bottom", "top.0", "top.2"), kernels)))
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+        for rows in (40, 48, 33):
+            x = batch(rows)
+            assert_same_run(loss_and_gradients(compiled, x), _renamed(loss_and_gradients(eager, x)), rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.usefixtures("fresh_compiler")
     @torch.no_grad()
     def test_a_compiled_model_is_compiled_again_when_a_plan_comes_or_goes(self) -> None:
         model = tower()

@@ -84,11 +84,13 @@ def test_four_kernels_and_a_chain_in_one_model_stay_near_bf16() -> None:
     assert torch.equal(planned(batch()), plain(batch()))
 
 
-def test_compiled_into_one_graph() -> None:
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_into_one_graph(dynamic: bool | None) -> None:
+    torch.compiler.reset()
     eager, other = model(), model()
     loka.apply_plan(eager, mixed(eager))
     loka.apply_plan(other, mixed(other))
-    y, gradients = run(torch.compile(other, fullgraph=True), batch())
+    y, gradients = run(torch.compile(other, fullgraph=True, dynamic=dynamic), batch())
     expected, expected_gradients = run(eager, batch())
     assert close(y, expected, 0.05)
     for name, gradient in gradients.items():
