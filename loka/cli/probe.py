@@ -38,12 +38,16 @@ def probe(
 
     Example: loka probe wukong-small@synthetic -o run
     """
+    from loka.core.errors import InvalidInput
     from loka.core.files import require_folder
     from loka.core.progress import for_this_output
+    from loka.mods.contract import MODS
     from loka.train.probing import probe_workload
     from loka.train.workloads import BuiltInOptions, open_workload
 
     require_folder(out)
+    if mods == []:
+        raise InvalidInput(f"--mods takes the names of Mods, any of {', '.join(MODS.names())}")
     opened = open_workload(workload, BuiltInOptions(data_path, batch_size, precision, device, seed))
     try:
         record = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())

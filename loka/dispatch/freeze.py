@@ -44,7 +44,8 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     bytes_before = _bytes(model)
     require_own_parameters(applied)
     keep_weight, bypassed = not drop_high_precision, passed_by(model)
-    modules = {site: applied.module(site) for site in applied.sites}
+    here = set(model.modules())  # users may have put others in their place
+    modules = {site: module for site in applied.sites if (module := applied.module(site)) in here}
     kept = set(modules.values()) if keep_weight else _read_elsewhere(model, modules)
     frozen: dict[nn.Module, Frozen] = _frozen_blocks(modules.values(), kept)
     by_their_weights = []

@@ -20,7 +20,6 @@ from loka.core.errors import InvalidInput
 from loka.core.recipe import Format, Scaling
 from loka.numerics.formats import decode, encode, info, require_encodable
 
-
 _TRANSPOSED: dict[str, Scaling] = {  # by ``scaling.value``, see formats.py
     Scaling.TENSORWISE: Scaling.TENSORWISE,
     Scaling.STATIC: Scaling.STATIC,

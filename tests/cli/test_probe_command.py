@@ -176,6 +176,7 @@ def test_a_typo_is_told(name: str, message: str) -> None:
         ("workload --steps 0", "steps must be at least 1"),
         ("workload --every 0", "every must be a whole number, at least 1"),
         ("workload --mods no_bais", "no_bias"),
+        ("workload --mods", "--mods takes the names of Mods, any of block_norm"),
     ],
 )
 def test_a_bad_workload_is_refused_with_a_reason(own: str, function: str, message: str) -> None:

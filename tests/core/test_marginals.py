@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loka.core.latent import _quick_factor, latent_of
 from loka.core.marginals import (
     fade_quantiles,
     latent_correlation,
@@ -15,6 +16,7 @@ from loka.core.marginals import (
     quantiles_of,
     values_at,
 )
+from loka.core.moments import Covariance, moments_of
 
 LEVELS = 129
 
@@ -80,3 +82,22 @@ def test_many_small_batches_move_what_is_known(fade: float, mean: float, std: fl
     drawn_MD = values_at(state["values_LD"], torch.randn(20_000, 2, generator=generator))
     assert float(drawn_MD.mean()) == pytest.approx(mean, abs=0.5)
     assert float(drawn_MD.std()) == pytest.approx(std, rel=0.1)
+
+
+@pytest.mark.parametrize("correlation", [0.7, 1.0])
+def test_many_features_are_drawn_as_correlated_as_they_are(correlation: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past some width by Cholesky, of a correlation that may be singular: one feature twice."""
+    monkeypatch.setattr("loka.core.latent.MOST_EXACT", 3)
+    z_RD = torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0))
+    z_RD[:, 1] = correlation * z_RD[:, 0] + (1 - correlation**2) ** 0.5 * z_RD[:, 1]
+    latent = latent_of(moments_of(z_RD, Covariance.FULL), quantiles_of(z_RD, LEVELS)["values_LD"])
+    drawn_MD = latent.draw(40_000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(torch.corrcoef(drawn_MD.t()), torch.corrcoef(z_RD.t()), rtol=0, atol=0.03)
+    torch.testing.assert_close(drawn_MD.var(0), torch.ones(4), rtol=0, atol=0.05)
+
+
+def test_correlations_that_do_not_fit_together_are_drawn_all_the_same() -> None:
+    """Each of three features opposed to both others: no such numbers exist."""
+    factor_DD = _quick_factor(torch.eye(3, dtype=torch.float64) * 1.9 - 0.9)
+    assert factor_DD.isfinite().all()
+    torch.testing.assert_close(factor_DD.square().sum(0), torch.ones(3))

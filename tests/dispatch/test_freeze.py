@@ -106,6 +106,14 @@ def test_a_site_planned_for_its_gradients_alone_is_plain_again() -> None:
     assert type(model.bottom) is nn.Linear
 
 
+def test_a_module_that_was_put_in_a_sites_place_is_not_said_to_be_frozen() -> None:
+    model = tower()
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE, "top.0": ROWWISE}))
+    model.bottom = nn.Linear(24, 32)
+    assert loka.freeze(model).sites == ("top.0",)
+    assert type(model.bottom) is nn.Linear
+
+
 @torch.no_grad()
 def test_a_site_that_torch_serves_past_keeps_its_weight() -> None:
     """An encoder layer's fast path reads the weights of its parts, whatever stands in their place."""

@@ -269,3 +269,9 @@ def test_nothing_is_held_without(without: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setitem(sys.modules, "triton", None)
     with one_triton_cache("cpu" if without == "a GPU" else "cuda"):
         assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_a_kernel_that_a_child_cannot_import_is_left_to_its_parent() -> None:
+    """A user's own, of a notebook or a script: the child has nothing against it."""
+    trial = Trial("mine.own", "no_such_module", Role.FPROP, SiteShape(8, 16, 16), Format.FP32, Format.FP32, "cpu")
+    assert run(trial) == Answer()

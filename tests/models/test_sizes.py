@@ -135,3 +135,10 @@ def test_interformer_flops_include_attention() -> None:
 @pytest.mark.parametrize(("preset", "gflop"), [("base", 1.0), ("large", 5.0)])
 def test_presets_take_the_arithmetic_they_promise(name: str, preset: str, gflop: float) -> None:
     assert 0.8 * gflop <= dense_flops(build_without_memory(name, preset)) / 1e9 <= 1.25 * gflop
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("wukong", 245_057), ("dlrm", 233_185), ("dcnv2", 352_209), ("interformer", 333_193)]
+)
+def test_small_is_what_results_were_measured_with(name: str, count: int) -> None:
+    assert n_parameters(build_without_memory(name, "small").dense_part) == count

@@ -450,6 +450,21 @@ def test_a_module_that_an_object_holds_too_is_not_replaced(hold: Callable[[nn.Mo
         loka.apply_mods(Held(), "block_norm")
 
 
+@pytest.mark.parametrize(("mod", "held"), [("hard_swish", nn.SiLU), ("insert_norm", nn.ReLU)])
+def test_an_activation_that_a_list_holds_too_is_not_replaced(mod: str, held: type[nn.Module]) -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.act, self.inner, self.head = nn.Linear(8, 16), held(), nn.Linear(16, 16), nn.Linear(16, 1)
+            self.order = [self.act]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.inner(self.order[0](self.fc(x))).relu())
+
+    with pytest.raises(InvalidInput, match="act is to be replaced, and order, a plain list, holds it too"):
+        loka.apply_mods(Listed(), mod, example=(torch.randn(4, 8),))
+
+
 @dataclass
 class Stage:
     layer: nn.Module

@@ -166,6 +166,11 @@ class TestReference:
         assert block(torch.randn(3, 48, dtype=torch.float64)).dtype is torch.float64
         assert block.float().why_reference is None
 
+    def test_what_it_holds_moves_along(self) -> None:
+        block = FusedBlock.from_modules(nn.Linear(16, 16), None, nn.PReLU()).double()
+        assert {parameter.dtype for parameter in block.parameters()} == {torch.float64}
+        assert block(torch.randn(3, 16, dtype=torch.float64)).dtype is torch.float64
+
     def test_a_chain_runs_fused_what_it_can(self, emulated: torch.device) -> None:
         odd = FusedBlock.from_modules(nn.Linear(40, 24), nn.LayerNorm(24), nn.Hardswish())
         blocks = [make_block(), odd, make_block(24, 32)]

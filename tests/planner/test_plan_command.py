@@ -38,6 +38,14 @@ def test_it_prints_the_table_writes_the_plan_and_names_the_next_command(surveyed
     assert document.max_error[Role.FPROP] == 0.15
 
 
+def test_without_flags_it_plans_as_the_function_does(surveyed: Path) -> None:
+    run(f"plan {surveyed}")
+    command, function = Plan.load(surveyed).document, make_plan(Survey.load(surveyed)).document
+    assert (command.goal, command.min_speedup, command.max_error, command.keep) == (
+        function.goal, function.min_speedup, function.max_error, function.keep,
+    )  # fmt: skip
+
+
 def test_a_record_that_was_not_measured_yet_is_told(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
     record = surveyed / "record.safetensors"
     record.touch()

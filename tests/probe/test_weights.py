@@ -125,3 +125,11 @@ def test_a_probe_follows_weights_when_asked(tmp_path: Path) -> None:
     assert torch.equal(drawn, again)
     with pytest.raises(InvalidInput, match="site 0 were not followed: probe with weights_over_time=True"):
         plain.record().sites["0"].sample_weight(torch.Generator())
+
+
+@pytest.mark.parametrize("variance", [1e-8, 1.0, 1e8])
+def test_weights_of_any_size_are_drawn_as_far_apart_as_they_are(variance: float) -> None:
+    state = {"mean_NK": torch.zeros(4, 3), "u_NN": torch.eye(4), "v_KK": variance * torch.eye(3)}
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([draw_weight(state, generator) for _ in range(400)])
+    assert drawn.double().square().mean().item() == pytest.approx(variance, rel=0.1)

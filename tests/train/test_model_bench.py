@@ -22,7 +22,7 @@ from loka.kernels.device import device_of
 from loka.measure.failure import OUT_OF_MEMORY
 from loka.measure.side_by_side import WorkerLost
 from loka.nn.linear import LokaLinear
-from loka.train import model_crew
+from loka.train import model_arms, model_crew
 from loka.train.fp8_everywhere import apply_everywhere
 from loka.train.model_arms import ARMS, BASELINE, Subject, reading_transposes
 from loka.train.model_bench import Cell, ModelBench, dense_arguments
@@ -374,3 +374,11 @@ class TestTables:
 
     def test_the_ceiling_is_amdahls(self):
         assert ceiling({Kind.GEMM: 0.8, Kind.ELEMENTWISE: 0.1}) == pytest.approx(1 / (0.1 + 0.4))
+
+
+@pytest.mark.parametrize(
+    ("module", "fits"),
+    [(nn.Linear(16, 32), True), (nn.Linear(17, 32), False), (nn.Linear(16, 1), False), (nn.LayerNorm(16), False)],
+)
+def test_torchao_is_given_the_layers_that_it_takes(module, fits):
+    assert model_arms._fits_torchao(module, "name") is fits

@@ -5,6 +5,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +15,7 @@ from loka.core.environment import current_environment
 from loka.core.errors import InvalidInput, UnknownName
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
-from loka.core.plan import Plan
+from loka.core.plan import BlockPlan, Choice, Plan, SitePlan
 from loka.core.recipe import Format
 from loka.core.results import GatheredResults
 from loka.core.survey import Candidate, SiteSurvey, Survey, SurveyDocument
@@ -24,7 +25,7 @@ from loka.train import quality_bench
 from loka.train.config import TrainConfig
 from loka.train.jobs import run_jobs
 from loka.train.line_chart import Line, line_chart
-from loka.train.loka_plan import as_if_8_bits_always_paid
+from loka.train.loka_plan import _rounded, as_if_8_bits_always_paid
 from loka.train.paired import Run, change_in_percent, dataset_of, describe_change, prepare, train_run
 from loka.train.quality_bench import Campaign, make_table, run_campaign, trajectories, write_report
 from loka.train.quality_settings import SETTINGS, Arm, arms_on
@@ -282,3 +283,24 @@ def test_each_arm_is_compared_with_the_bases_that_fit_it_and_seeds_with_the_last
     assert cells["loka"][:2] == ["3, 1 not finite", "0.40200"]
     assert [cell.split(" %")[0] for cell in cells["loka"][2:5]] == ["-19.600", "-20.396", "+0.500"]
     assert cells["loka"][5] == "+0.500 / +0.500 / +0.500"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options"), [({}, {"n_layers": 1}), ({"model": "wukong"}, {"n_layers": 1}), ({"model": "dlrm"}, {})]
+)
+def test_a_settings_own_options_are_for_its_own_model(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, overrides: dict, options: dict
+) -> None:
+    monkeypatch.setitem(quality_bench.SETTINGS, "planted", replace(config, model_options={"n_layers": 1}))
+    campaign = Campaign(["planted"], ["fp32"], [0], "cpu", overrides=overrides)
+    assert quality_bench._config(campaign, "planted", 0).model_options == options
+
+
+def test_products_in_8_bits_are_counted() -> None:
+    """A block is in 8 bits whole, another site where a kernel of its own was accurate enough, and a head nowhere."""
+    error, high = Estimate(0.1, 0.1, 0.1, 3), {role: Choice("torch.bf16", "") for role in Role}
+    sites = (
+        SitePlan("a", 64, 32, high, 1.0, 1.0, "", block=BlockPlan("triton.block", None, None)),
+        SitePlan("b", 64, 32, high | {Role.FPROP: Choice("a.one", "", error)}, 1.0, 1.0, ""),
+    )
+    assert _rounded(SimpleNamespace(sites=sites)) == "4 of 6 products in 8 bits"  # type: ignore[arg-type]
