@@ -60,8 +60,7 @@ class _Recorder(TorchFunctionMode):
         self._parameters: defaultdict[int, list[str]] = defaultdict(list)  # all names of each
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._parameters[id(parameter)].append(name)
-        self._states = frozenset(id(tensor) for tensor in (*model.parameters(), *model.buffers()))
-        self._constants = set(self._states)  # and what is made of them alone
+        self._constants = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # and what is made of them alone
         self._maker: dict[int, int] = {}  # id of a tensor → the call that made it
         self._owner: dict[int, int] = {}  # address of memory → the call that gave it, or that last wrote there
         self._alive: list[Tensor] = []  # as long as a tensor lives, its id is its own
@@ -121,7 +120,7 @@ class _Recorder(TorchFunctionMode):
         # By its name and options as well: tensors of inference mode do not count how often they are written.
         is_in_place = bool(_IN_PLACE.fullmatch(raw_name)) or kwargs.get("out") is not None or kwargs.get("inplace") is True
         made = [tensor for tensor in outputs if is_in_place or not _is_among(tensor, given)]
-        made += [tensor for tensor in written if id(tensor) not in self._states and not _is_among(tensor, made)]
+        made += [tensor for tensor in written if not _is_among(tensor, made)]
         if not made and raw_name not in _VALUES:
             return  # a shape or the like, or x.contiguous() of what is contiguous
         name = plain_name(raw_name)

@@ -146,6 +146,16 @@ def module_by_a_view(y: Tensor) -> Tensor:
     return y
 
 
+@torch.library.custom_op("loka_test::halve", mutates_args=("y",))
+def halve(y: Tensor) -> None:
+    y.mul_(0.5)
+
+
+def halved_by_an_op(y: Tensor) -> Tensor:
+    halve(y)
+    return y
+
+
 def of_the_numbers(y: Tensor) -> Tensor:
     return y if y.tolist() else -y
 
@@ -182,6 +192,32 @@ def test_whatever_comes_between_a_site_and_its_norm_is_seen(
     """Functions that change a tensor and return it, by any way to its memory, and those that read values and return none."""
     with mode():
         assert lines(find_blocks(Between(between), (torch.randn(3, 4),))) == [found]
+
+
+def test_an_op_of_the_users_that_writes_what_it_is_given_is_seen() -> None:
+    assert lines(find_blocks(Between(halved_by_an_op), (torch.randn(3, 4),))) == ["linear ⇒ halve"]
+
+
+class RunsStatistics(nn.Module):
+    """One function's statistics behind two layers: it writes them, and does not read what it wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("variance", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x = F.batch_norm(layer(x), self.mean, self.variance, training=True)
+        return x
+
+
+def test_statistics_that_a_function_keeps_are_not_what_it_makes() -> None:
+    found = find_blocks(RunsStatistics(), (torch.randn(3, 4),))
+    assert lines(found) == ["first → batch_norm ⇒ second", "second → batch_norm ⇒ output"]
+    (first, second) = (call for call in found.graph.calls if call.name == "batch_norm")
+    assert len(first.reads) == len(second.reads) == 1
 
 
 class Careless(nn.Module):
