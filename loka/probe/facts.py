@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import reduce
@@ -38,23 +38,30 @@ def blocks_of(model: nn.Module, seen: Watch, example: Example | None) -> FoundBl
 
 
 def producers_of(found: FoundBlocks) -> Mapping[str, str]:
-    """Site → the site whose block is read by it alone, with nothing in between."""
+    """Site → the site whose block is read by it alone, with nothing in between, as often as it is called."""
     producers: dict[str, list[str]] = {}
     for block in found:
         if block.is_whole and len(block.consumers) == 1:
             (consumer,) = block.consumers
-            if consumer.kind is Kind.SITE and not consumer.through:
+            if consumer.kind is Kind.SITE and not consumer.through and found.of(consumer.name).calls == block.calls:
                 producers.setdefault(consumer.name, []).append(block.site)
     return {site: of_site[0] for site, of_site in producers.items() if len(of_site) == 1}
 
 
 def merged(flows: Sequence[FoundBlocks]) -> FoundBlocks:
     """What holds in every run of a model that does not do the same for every batch: a site has a norm, an activation or one
-    reader where it has it in all runs that call it. A norm or an activation behind several sites is behind none."""
+    reader where it has it in all runs that call it. A norm or an activation that runs elsewhere too is behind no site."""
     by_site = [{block.site: block for block in flow} for flow in flows]
     blocks = [reduce(_both, [known[site] for known in by_site if site in known]) for site in by_site[0]]
-    followers = Counter(follower.module for block in blocks for follower in (block.norm, block.activation) if follower)
-    shared = {module for module, sites in followers.items() if module is not None and sites > 1}
+    followers = Counter(module for block in blocks for module in _modules_behind(block))
+    shared = {module for module, sites in followers.items() if sites > 1}
+    shared |= {
+        module
+        for flow in flows
+        for block in flow
+        for module in _modules_behind(block)
+        if block.calls is not None and len(flow.graph.calls_of(module)) != block.calls
+    }
     uncovered = dict.fromkeys(uncovered for flow in flows for uncovered in flow.uncovered)
     return FoundBlocks(tuple(_without(block, shared) for block in blocks), flows[0].graph, tuple(uncovered))
 
@@ -74,9 +81,12 @@ def _both(one: Block, other: Block) -> Block:
     return both if alike else _alone(both)
 
 
-def _without(block: Block, shared: Collection[str]) -> Block:
-    names = {follower.module for follower in (block.norm, block.activation) if follower}
-    return _alone(block) if names.intersection(shared) else block
+def _without(block: Block, shared: set[str]) -> Block:
+    return _alone(block) if shared.intersection(_modules_behind(block)) else block
+
+
+def _modules_behind(block: Block) -> list[str]:
+    return [follower.module for follower in (block.norm, block.activation) if follower and follower.module is not None]
 
 
 def _alone(block: Block) -> Block:
