@@ -291,3 +291,26 @@ def test_what_holds_in_one_branch_alone_is_told_and_nothing_is_built_on_it(early
     assert (body.is_head, body.entry) == (True, None)
     assert "called 2 times" in " ".join(body.notes)
     assert record.uncovered == ("silu in the model",)
+
+
+class Elsewhere(nn.Module):
+    """A norm behind a layer and in front of another, and a layer that is called twice, once behind that one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.norm, self.own = BlockNorm(16), BlockNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.again(torch.tanh(self.norm(self.first(x)))))
+        return self.head(self.again(self.own(self.last(x.sin()))).relu())
+
+
+def test_what_runs_elsewhere_too_is_in_no_block_and_in_no_chain() -> None:
+    model = Elsewhere()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(32, 8)).mean().backward()
+    sites = probe.record().sites
+    assert {name: site.norm for name, site in sites.items()} == {"first": None, "again": None, "last": "own", "head": None}
+    assert all(site.producer is None for site in sites.values())
