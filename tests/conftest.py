@@ -19,6 +19,12 @@ settings.load_profile("loka")
 torch.set_num_threads(1)  # the tensors here are small: threads would only wait for each other
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """What a test draws does not depend on those that its worker ran before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
