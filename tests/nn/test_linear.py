@@ -16,7 +16,7 @@ from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, Tensor
 from loka.core.recipe import Format, Transform
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import constant_when_traced, device_of
-from loka.kernels.executor import SiteKernels
+from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.providers import fbgemm, torch_casts, triton
 from loka.kernels.providers.torch_high import TorchHighPrecision
 from loka.numerics.reference import gemm
@@ -403,3 +403,13 @@ def test_it_is_in_the_mode_of_the_layer_it_stands_for() -> None:
     linear = nn.Linear(32, 16)
     assert loka.LokaLinear.from_linear(linear, SiteKernels.same("reference.rowwise")).training
     assert not loka.LokaLinear.from_linear(linear.eval(), SiteKernels.same("reference.rowwise")).training
+
+
+def test_gradients_are_summed_for_those_who_ask_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The column sums of dy are read by a bias, and by wgrad of a centered site."""
+    monkeypatch.setattr(SiteExecutor, "cast_and_sum", lambda *_: pytest.fail("nobody asked for a sum"))
+    module = loka.LokaLinear.from_linear(nn.Linear(32, 16, bias=False), SAME)
+    module(torch.randn(8, 32, requires_grad=True)).sum().backward()
+    assert module.weight.grad is not None
+    with pytest.raises(pytest.fail.Exception):
+        loka.LokaLinear.from_linear(nn.Linear(32, 16), SAME)(torch.randn(8, 32)).sum().backward()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from loka.kernels.operand import padded_size
 from loka.kernels.triton.gemm import gemm
-from loka.kernels.triton.tiles import SHORTEST_SPLIT, Tiles, choose_tiles, count, grid
+from loka.kernels.triton.tiles import LONGEST_FAST, SHORTEST_SPLIT, Tiles, choose_tiles, count, grid, is_promoted
 
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129]))
 SUM_ERROR = {"cpu": 2.0**-18, "cuda": 32 * 2.0**-14}  # of Σ|a||b|: the interpreter sums in FP32, the tensor core in 14 bits
@@ -135,3 +135,8 @@ class TestTiles:
         assert choose_tiles(256, 768, 12288, self.SMS, promoted=True).splits > 1
         assert choose_tiles(2048, 1024, 4096, self.SMS, promoted=False).splits == 1
         assert choose_tiles(4096, 4096, 12288, self.SMS, promoted=True).splits == 1
+
+
+def test_long_contractions_are_promoted() -> None:
+    """The tensor core's sums lose bits with their length; up to the longest that was measured they are let run."""
+    assert [is_promoted(k) for k in (1, LONGEST_FAST, LONGEST_FAST + 1)] == [False, False, True]
