@@ -90,9 +90,7 @@ class Block:
     @property
     def is_whole(self) -> bool:
         """Nothing stays behind what one kernel may run."""
-        return (self.norm is None or self.norm_module is not None) and (
-            self.activation is None or self.activation_module is not None
-        )
+        return all(follower.module is not None for follower in (self.norm, self.activation) if follower)
 
     @property
     def notes(self) -> tuple[str, ...]:

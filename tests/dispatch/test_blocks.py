@@ -15,8 +15,9 @@ from loka.core.plan import BlockPlan, Plan
 from loka.dispatch.apply import give_back
 from loka.dispatch.planned import PassThrough, PlannedLinear
 from loka.dispatch.swap import required_applied
-from loka.nn import fused_block
 from loka.nn.fused_block import FusedBlock
+
+pytestmark = pytest.mark.usefixtures("pretended_kernels")
 
 
 class Chain(nn.Module):
@@ -46,20 +47,6 @@ def block(index: int, producer: str | None = None) -> BlockPlan:
 def chain_plan(model: nn.Module) -> Plan:
     blocks = {"layers.0": block(0), "layers.3": block(3, "layers.0"), "layers.6": block(6, "layers.3")}
     return plan_for(model, {**blocks, "side": ROWWISE})
-
-
-@pytest.fixture(autouse=True)
-def _pretend_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is bound as on a GPU, linked as on a GPU, and computes by its reference."""
-    monkeypatch.setattr(FusedBlock, "refresh_weight_casts", lambda self: setattr(self, "why_reference", None))
-
-    def run(spec, blocks, entry, outputs, x):  # type: ignore[no-untyped-def]
-        x = x if entry is None else entry(x)
-        for one in blocks:
-            x = one.reference(x)
-        return (x,)
-
-    monkeypatch.setattr(fused_block, "_run", run)
 
 
 def batch() -> Tensor:

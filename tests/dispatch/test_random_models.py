@@ -24,7 +24,6 @@ from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Survey, Surv
 from loka.dispatch.apply import give_back
 from loka.measure.block import _may_be_block, block_shape
 from loka.measure.block_parts import build_block
-from loka.nn import fused_block
 from loka.nn.fused_block import FusedBlock
 from loka.nn.fused_spec import BlockSpec
 from loka.planner.plan import make_plan
@@ -98,20 +97,6 @@ def random_steps(draw: st.DrawFn) -> list[Step]:
     return [(name, draw(st.integers(0, 9)), draw(st.integers(0, 5)) == 0) for name in names]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _pretend_the_kernels_run() -> None:
-    def run(spec, blocks, entry, outputs, x):  # type: ignore[no-untyped-def]
-        x = x if entry is None else entry(x)
-        for one in blocks:
-            x = one.reference(x)
-        return (x,)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedBlock, "refresh_weight_casts", lambda self: setattr(self, "why_reference", None))
-        patch.setattr(fused_block, "_run", run)
-        yield
-
-
 def outcome(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """The output and all gradients, from x on."""
     model.zero_grad()
@@ -151,7 +136,8 @@ def block_candidates(site: SiteRecord) -> tuple[BlockCandidate, ...]:
     return (BlockCandidate("triton.block", site.norm, site.activation, error=error, **times, **entry),)  # type: ignore[arg-type]
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.usefixtures("pretended_kernels")
+@settings(max_examples=150)
 @given(steps=random_steps(), number=st.integers(0, 9))
 def test_what_is_fused_computes_what_it_did(steps: list[Step], number: int) -> None:
     """With all its blocks, with one of them given back, and with none."""
