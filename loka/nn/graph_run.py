@@ -76,6 +76,7 @@ class _Recorder(TorchFunctionMode):
             stack.callback(module.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
 
     def close(self, output: object) -> None:
+        """Record who reads what the run leaves, and let go of all that it computed: others may keep this recorder's frames."""
         reads = self._reads(list(_tensors_in(output)))
         attributes = (value for module in self._model.modules() for value in vars(module).values())
         held = (tensor for value in attributes for tensor in _tensors_in(value, depth=3))
@@ -83,6 +84,7 @@ class _Recorder(TorchFunctionMode):
         if kept:  # by the modules, for whoever asks them later
             self.calls.append(Call(Kind.OTHER, KEPT, False, "", tuple(dict.fromkeys(kept))))
         self.calls.append(Call(Kind.OUTPUT, "output", False, "", reads))
+        self._alive.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

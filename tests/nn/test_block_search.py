@@ -2,6 +2,8 @@
 
 import copy
 import random
+import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -249,6 +251,28 @@ def test_the_model_and_the_random_state_are_left_as_they_were(with_example: bool
         assert torch.equal(tensor, before[name]), name
     model(torch.randn(8, 4)).sum().backward()
     assert model.linear.weight.grad is not None
+
+
+class KeepsItsCaller(nn.Module):
+    """As torch does where it is first asked to compile: what its imports leave behind holds whoever caused them."""
+
+    def __init__(self, kept: list) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.keep = kept.extend
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        self.keep((sys._getframe(1), weakref.ref(hidden)))
+        return hidden.relu()
+
+
+def test_nothing_that_a_run_computed_outlives_it() -> None:
+    kept: list = []
+    find_blocks(KeepsItsCaller(kept), example=(torch.randn(2, 4),))
+    caller, hidden = kept
+    assert caller.f_back is not None
+    assert hidden() is None
 
 
 def test_what_the_model_raises_is_raised_and_leaves_no_hook() -> None:
