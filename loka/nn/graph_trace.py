@@ -68,12 +68,14 @@ class _Search:
 
     def _attempt(self, name: str) -> bool:
         module = self.modules[name]
-        opaque = {id(self.modules[other]) for other in self.untraceable}
+        tracer = _Tracer({id(self.modules[other]) for other in self.untraceable})
         try:
-            self.graphs[name] = _Tracer(opaque).trace(module, concrete_args=_defaults(module))
+            self.graphs[name] = tracer.trace(module, concrete_args=_defaults(module))
         except Exception as error:  # the user's own forward, run on stand-ins for tensors, may raise anything
             self.untraceable[name] = f"{type(error).__name__}: {_first_sentence(str(error))}"
             return False
+        finally:  # what fx leaves is a cycle that holds the modules: their weights would outlive them
+            vars(tracer).clear()
         self.untraceable.pop(name, None)
         held = (one for part in module.modules() for value in vars(part).values() for one in within(value, depth=3))
         nodes = [one.node for one in held if isinstance(one, torch.fx.Proxy)]

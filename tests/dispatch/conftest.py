@@ -1,4 +1,6 @@
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # plans, which test files of thi
 def fresh_compiler() -> None:
     """For tests that compile a module each: torch counts compilations of one function against a limit."""
     torch.compiler.reset()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is let go is gone at once, or never: on a GPU its memory is wanted before Python's collector comes by."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

@@ -97,3 +97,9 @@ def _site(
         transform=transform,
         block=how if isinstance(how, BlockPlan) else None,
     )
+
+
+def check_it_reads_autocasts_dtype(frozen: nn.Module, x: torch.Tensor) -> None:
+    y = frozen(x)
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, frozen(x.bfloat16()))

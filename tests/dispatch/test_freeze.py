@@ -1,28 +1,25 @@
 """A planned model frozen for serving: the same numbers from less memory."""
 
 import copy
-import gc
 import re
 import subprocess
 import sys
 import weakref
-from collections import OrderedDict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emulated_block import emulate
-from plans import MIXED, ROWWISE, batch, plan_for, tower
+from plans import MIXED, ROWWISE, batch, check_it_reads_autocasts_dtype, plan_for, tower
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import loka
 from loka.core.errors import InvalidInput
-from loka.core.plan import BlockPlan, Goal
-from loka.dispatch.frozen import FrozenBlock, FrozenLinear
+from loka.core.plan import Goal
+from loka.dispatch.frozen import FrozenLinear
 from loka.kernels.executor import SiteKernels
 
 DYNAMIC = dict.fromkeys(("bottom", "top.0", "top.2"), SiteKernels.same("onednn.int8_dynamic"))
@@ -193,12 +190,12 @@ def test_weights_loaded_between_requests_are_served(drop: bool, monkeypatch: pyt
     assert torch.equal(model(batch()), other(batch()))
 
 
+@pytest.mark.usefixtures("no_collector")
 def test_dropped_weights_are_gone_though_what_was_applied_is_kept() -> None:
     model = tower()
     weight = weakref.ref(model.bottom.weight)
     applied = loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
     loka.freeze(model, drop_high_precision=True)
-    gc.collect()
     assert weight() is None
     assert applied.sites == ("bottom",)
     assert applied.module("bottom") is model.bottom
@@ -261,92 +258,6 @@ def test_every_op_is_among_those_that_a_server_loads() -> None:
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(ops) > 8
-
-
-def blocks(*, ends_chain: bool = False) -> nn.Module:
-    """Two blocks in a chain, one that stands alone, or ends the chain without its activation, and a head; a norm in front of
-    the chain that ends so. Planned, on emulated kernels."""
-    torch.manual_seed(0)
-    model = nn.Sequential()
-    for _ in range(2):
-        model.extend([nn.Linear(32, 32, bias=False), loka.BlockNorm(32), nn.Hardswish()])
-    model.extend([nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1)])
-    chained = BlockPlan("triton.block", "4", "5", fp8_input=True, producer="0")
-    end = BlockPlan("triton.block", None, None, fp8_input=True, producer="3")
-    last = end if ends_chain else BlockPlan("triton.block", None, "7")
-    sites = {"0": BlockPlan("triton.block", "1", "2"), "3": chained, "6": last}
-    if ends_chain:
-        model = nn.Sequential(OrderedDict([("entry", loka.BlockNorm(32)), *model.named_children()]))
-        sites["0"] = BlockPlan("triton.block", "1", "2", entry="entry")
-    loka.apply_plan(model, plan_for(model, sites, goal=Goal.SERVING))
-    return model
-
-
-@pytest.mark.parametrize("ends_chain", [False, True])
-@pytest.mark.parametrize("drop", [False, True])
-def test_frozen_blocks_give_the_same_numbers_from_their_codes_alone(
-    drop: bool, ends_chain: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    emulate(monkeypatch)
-    model = blocks(ends_chain=ends_chain)
-    x_MK = torch.randn(5, 4, 32)
-    with torch.no_grad():
-        expected = model(x_MK)
-    report = loka.freeze(model, drop_high_precision=drop)
-    assert report.sites == ("0", "3", "6")
-    assert [type(model.get_submodule(site)) for site in report.sites] == [FrozenBlock] * 3
-    assert torch.equal(model(x_MK), expected)
-    assert torch.equal(copy.deepcopy(model)(x_MK), expected)
-    assert model(x_MK[:0]).shape == (0, 4, 1)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model(x_MK), expected.bfloat16(), rtol=0.02, atol=0.02)
-        first = model.get_submodule("0")
-        assert isinstance(first, FrozenBlock)
-        if first.entry is None:  # a norm in front reads what there is
-            _check_it_reads_autocasts_dtype(first, x_MK)
-    weights = 2 * 32 * 32 + 48 * 32
-    codes = weights + 4 * (2 * 32 + 48)  # one byte a weight, a scale a row
-    others = 4 * (48 + 48 + 1)  # a bias, and the head
-    assert report.bytes_after == codes + others + (0 if drop else 4 * weights)
-    assert ("0.weight" in model.state_dict()) is not drop
-    with pytest.raises(InvalidInput, match=r"expected input of shape \(\.\.\., 32\), got \(5, 31\)"):
-        model(torch.randn(5, 31))
-    with pytest.raises(InvalidInput, match="frozen for serving and has no gradients"):
-        model(x_MK.requires_grad_())
-
-
-def test_a_frozen_block_moved_to_where_its_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It computes by its weight, if that is still there; without emulation the CPU is such a place."""
-    emulate(monkeypatch)
-    kept, dropped = blocks(), blocks()
-    x_MK = torch.randn(20, 32)
-    expected = kept(x_MK).detach()
-    loka.freeze(kept)
-    loka.freeze(dropped, drop_high_precision=True)
-    monkeypatch.undo()
-    torch.testing.assert_close(kept.cpu()(x_MK), expected, rtol=0.1, atol=0.1)
-    with pytest.raises(InvalidInput, match=r"weight was dropped when the model was frozen.*freeze it without drop"):
-        dropped.cpu()(x_MK)
-
-
-def test_blocks_that_run_in_high_precision_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as planning:
-        emulate(planning)
-        model = blocks()
-    model.cpu()  # binds them again, without kernels
-    expected = model(torch.ones(3, 32)).detach()
-    assert loka.freeze(model, drop_high_precision=True).sites == ()
-    torch.testing.assert_close(model(torch.ones(3, 32)), expected)
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@torch.no_grad()
-def test_frozen_blocks_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
-    model = blocks()
-    loka.freeze(model, drop_high_precision=True)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(torch.ones(16, 32)), model(torch.ones(16, 32)))
 
 
 def test_it_is_for_serving_and_for_good() -> None:
@@ -473,13 +384,7 @@ def test_a_frozen_site_reads_autocasts_dtype() -> None:
     loka.freeze(model, drop_high_precision=True)
     assert isinstance(model.bottom, FrozenLinear)
     with torch.autocast("cpu", torch.bfloat16):
-        _check_it_reads_autocasts_dtype(model.bottom, batch())
-
-
-def _check_it_reads_autocasts_dtype(frozen: nn.Module, x: torch.Tensor) -> None:
-    y = frozen(x)
-    assert y.dtype is torch.bfloat16
-    assert torch.equal(y, frozen(x.bfloat16()))
+        check_it_reads_autocasts_dtype(model.bottom, batch())
 
 
 @pytest.mark.parametrize("drop", [False, True])
