@@ -33,9 +33,12 @@ def plan(
 
     Example: loka measure run && loka plan run --goal serving --max-error 0.1
     """
+    from loka.core.errors import InvalidInput
     from loka.core.survey import Survey
     from loka.planner.plan import make_plan
 
+    if keep == []:
+        raise InvalidInput("--keep takes the names of sites or modules, or patterns of them, as the table shows them")
     made = make_plan(Survey.load(run), goal=goal, max_error=max_error, min_speedup=min_speedup, keep=keep or ())
     if site is not None:
         _print_site(_site(made, site))

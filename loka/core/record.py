@@ -117,7 +117,10 @@ class SiteRecord(SiteFacts):
 
     def sample(self, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor | None]":
         """x_MK, and dy_MN where the site trains, drawn together from what was learned: FP32, on the generator's device."""
-        return self._sampler.draw(rows, generator)
+        import torch
+
+        with torch.autocast(generator.device.type, enabled=False):
+            return self._sampler.draw(rows, generator)
 
     @cached_property
     def _sampler(self) -> "Sampler":

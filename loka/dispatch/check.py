@@ -296,7 +296,8 @@ def _require_repeatable(high: Sequence[float], again: Sequence[float], tolerance
         if not abs(second - first) <= tolerance:
             raise InvalidInput(
                 f"the loss of one batch is {first:.6g} and then {second:.6g} with nothing changed: no plan could be told from "
-                f"that. Let loss(model, batch) seed what it draws, or draw it by torch's own generator, which is put back"
+                f"that. Let loss(model, batch) seed what it draws, or draw it by torch's own generator, which is put back, and "
+                f"leave the batch as it is"
             )
 
 

@@ -18,6 +18,7 @@ from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import AppliedPlan, applied_to, required_applied
 from loka.nn.fused_block import FusedBlock
 from loka.nn.linear import has_rows, input_of
+from loka.nn.passing_hook import PassingHook
 from loka.nn.unwrap import unwrapped
 
 logger = logging.getLogger("loka")
@@ -43,6 +44,9 @@ class GuardEvent:
         return (
             f"step {self.step}: {self.site} goes back to high precision: {drift} ({recorded}). A compiled model compiles again"
         )
+
+
+torch.serialization.add_safe_globals([GuardEvent, Role])  # events are kept in checkpoints
 
 
 class Guard:
@@ -233,7 +237,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
             if output.requires_grad:
                 output.register_hook(see_gradient)
 
-        return sites[site].module.register_forward_hook(hook, with_kwargs=True)
+        return sites[site].module.register_forward_hook(PassingHook(hook), with_kwargs=True)
 
     handles = [watch(site) for site in sites]
     try:

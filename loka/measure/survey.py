@@ -59,7 +59,8 @@ def measure(
     names = chosen_kernels(record, kernels, where)
     environment = current_environment(device_of(where))
     partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
-    with progress or Silent() as shown, one_triton_cache(where.type):
+    outside = torch.autocast(where.type, enabled=False)  # the baseline would run in its dtype, and the truth too
+    with progress or Silent() as shown, one_triton_cache(where.type), outside:
         document = _measure(record, names, where, environment, partial, shown)
     survey = Survey(document, _vectors(record, document))
     if out is not None:

@@ -38,7 +38,7 @@ def record_run(model: nn.Module, given: Arguments) -> Graph:
     """
     recorder = _Recorder(model)
     with ExitStack() as stack:
-        stack.enter_context(left_as_it_was(model))
+        stack.enter_context(left_as_it_was(model, given.args, dict(given.keywords)))
         stack.enter_context(random_state_kept(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled part would make calls of its own

@@ -18,11 +18,12 @@ _COLLECTIONS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
+def left_as_it_was(model: nn.Module, *given: object) -> Iterator[None]:
     """Undo what a forward pass does to the modules themselves: attributes it sets, buffers, and what else they hold that it
     updates in place: tensors, arrays, generators, collections in collections. Objects of other classes are not looked into:
-    another thread may be at work in them. Parameters are not copied: a forward pass reads them."""
-    tables = _tables_of(model)
+    another thread may be at work in them. Parameters are not copied: a forward pass reads them. So it is with what is ``given``
+    to the forward pass, tuples and dicts of arguments: they are the user's batch."""
+    tables = _tables_of(model, *given)
     tables_before = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
     buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
     kinds = {Tensor, torch.Generator, random.Random, *_numpy_kinds()}
@@ -46,11 +47,11 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             undo()
 
 
-def _tables_of(model: nn.Module) -> list[Any]:
+def _tables_of(model: nn.Module, *more: object) -> list[Any]:
     """The attributes of its modules, among which are the tables of parameters, buffers and children, and the user's own
     collections in them, in those again, and so on; not in what is so large that it is data."""
     tables: dict[int, Any] = {}
-    pending: list[Any] = [module.__dict__ for module in model.modules()]
+    pending: list[Any] = [*(module.__dict__ for module in model.modules()), *more]
     while pending:
         table = pending.pop()
         if id(table) not in tables:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
+from loka.core.errors import InvalidInput
 from loka.core.gemm import Role, TensorName
 from loka.kernels.executor import SiteExecutor
 from loka.kernels.operand import Form, Operand
@@ -32,6 +34,7 @@ def run_site(
     learned = (x_MK, weight_NK, *(() if bias_N is None else (bias_N,)))
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
         # Not by way of autograd: it casts for a backward that never comes, and torch.compile loses its context here.
+        refuse_tangents(*learned)
         weight_casts = _with_high_precision(executor, weight_NK, weight_casts, Role.FPROP, vectors)
         x_casts = _cast(executor, TensorName.X, x_MK, (Role.FPROP,), vectors)
         with no_autocast(x_MK):
@@ -40,6 +43,17 @@ def run_site(
     tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
     features_K, shift_N = vectors or (None, None)
     return _Site.apply(x_MK, weight_NK, bias_N, features_K, shift_N, executor, forms, *tensors)
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Codes have no derivative: what forward-mode AD makes of casts is wrong, and nobody would be told."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise InvalidInput(
+            "8-bit layers have no derivatives by forward-mode AD (torch.func.jvp and the like): run them in high precision, "
+            "behind loka.restore(model)"
+        )
 
 
 class _Site(torch.autograd.Function):

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from loka.core.errors import InvalidInput
+from loka.nn.passing_hook import nothing
 from loka.nn.weight_casts import CAST_OF, HELD
 
 _OWN = "_own_names"  # on a stand-in, the names of the attributes that it has by itself
@@ -22,7 +23,9 @@ def why_not_stood_in_for(module: nn.Module, own: tuple[str, ...] = ("weight", "b
 
 
 def has_hooks(module: nn.Module) -> bool:
-    return any(table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict))
+    """But for those that copies have in place of a Probe's or a Guard's, which do nothing."""
+    tables = (table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict))
+    return any(hook is not nothing for table in tables for hook in table.values())
 
 
 def why_not_taken_over(old: nn.Module, new: nn.Module) -> str | None:

@@ -213,7 +213,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         return
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for holder in list(_holders):
-        if id(holder.weight) in moved:
+        if id(holder._parameters.get("weight")) in moved:  # not .weight: parametrized since, it would be made, and may draw
             with _unnoticed_where_still(holder):
                 holder.recast_after_step()
 

@@ -14,8 +14,10 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from loka.nn.linear import has_rows
+from loka.nn.passing_hook import PassingHook
 from loka.nn.unwrap import Arguments
 
 
@@ -69,8 +71,9 @@ def watch(
     """
     seen = Watch()
     chosen = functools.cache(lambda m: choose_rows(m, rows, generator))
-    handles = [model.register_forward_pre_hook(_example_hook(seen), with_kwargs=True)]
-    handles += [site.register_forward_hook(_site_hook(seen, name, chosen), with_kwargs=True) for name, site in sites.items()]
+    handles = [model.register_forward_pre_hook(PassingHook(_example_hook(seen)), with_kwargs=True)]
+    hooks = {name: PassingHook(_site_hook(seen, name, chosen)) for name in sites}
+    handles += [site.register_forward_hook(hooks[name], with_kwargs=True) for name, site in sites.items()]
     weights = {name: weight for name, weight in _own_weights(model, sites).items() if name in with_dw}
     handles += [weight.register_hook(_weight_hook(seen, name)) for name, weight in weights.items()]
     try:
@@ -101,7 +104,7 @@ def _weight_hook(seen: Watch, name: str) -> Any:
 def _example_hook(seen: Watch) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if seen.example is None:
-            seen.example = Arguments(args, kwargs)
+            seen.example = Arguments(*tree_map(lambda leaf: leaf, (args, kwargs)))  # forward may take out of collections
             device = next((p.device.type for p in module.parameters()), "cpu")
             seen.example_autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

@@ -65,7 +65,8 @@ def read_run(run: str | Path) -> Run:
     as missing, with the reason."""
     path = Path(run)
     if not path.is_dir():
-        raise InvalidInput(f"there is no folder {run}: name a run's folder, or make one with `loka demo`")
+        what = f"{run} is a file" if path.exists() else f"there is no folder {run}"
+        raise InvalidInput(f"{what}: name a run's folder, or make one with `loka demo`")
     missing: list[MissingPart] = []
     models: dict[str, str] = {}  # by part the fingerprint of its model
 

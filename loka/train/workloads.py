@@ -93,6 +93,8 @@ def _built_in(name: str, options: BuiltInOptions) -> Workload:
 def _own(name: str) -> Workload:
     """Whatever the user's own code raises is left to them, with its traceback."""
     module_name, _, function_name = name.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise InvalidInput(f"{name!r} names no module: give package.module:function, without a path or a dot in front")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` has it: a workload mostly lies where the command is given
     try:
@@ -104,8 +106,6 @@ def _own(name: str) -> Workload:
             f"there is no module {module_name!r} (of {name}): give package.module:function, and run this in the folder that "
             f"holds the package"
         ) from error
-    except ValueError as error:  # an empty or relative name
-        raise InvalidInput(f"{name!r} names no module: give package.module:function") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [name for name, value in vars(module).items() if callable(value)]

@@ -25,5 +25,11 @@ def test_an_empty_run_gets_a_page_and_a_text_that_say_what_is_missing(tmp_path: 
 
 
 def test_a_folder_that_is_not_there_is_a_user_error() -> None:
-    with pytest.raises(InvalidInput, match="loka demo"):
+    with pytest.raises(InvalidInput, match=r"there is no folder nowhere: .*loka demo"):
         run("report", "nowhere")
+
+
+def test_a_file_is_not_called_a_missing_folder(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(InvalidInput, match=r"plan\.json is a file: name a run's folder"):
+        run("report", str(tmp_path / "plan.json"))

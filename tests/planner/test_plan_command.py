@@ -5,7 +5,7 @@ import pytest
 from planned_survey import baseline, candidate, site, survey
 
 from loka.cli import app
-from loka.core.errors import InvalidFile, UnknownName
+from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan
 from loka.core.survey import Survey
@@ -66,6 +66,11 @@ def test_it_explains_one_site_and_leaves_the_plan_as_it_is(surveyed: Path, capsy
     assert Plan.load(surveyed).document.goal is Goal.SERVING
     with pytest.raises(UnknownName, match=r"no site is called 'ou'\. Did you mean 'out'"):
         run(f"plan {surveyed} --site ou")
+
+
+def test_keep_wants_a_name(surveyed: Path) -> None:
+    with pytest.raises(InvalidInput, match="--keep takes the names of sites"):
+        run(f"plan {surveyed} --keep")
 
 
 def test_without_a_survey_it_says_how_to_get_one(tmp_path: Path) -> None:

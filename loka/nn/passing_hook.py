@@ -1,0 +1,29 @@
+"""Hooks that are on modules for one step: a copy or a pickle that is made meanwhile, as an average of weights or a checkpoint
+is, shall neither tell of its calls nor hold what was seen."""
+
+from collections.abc import Callable
+from typing import Any
+
+
+class PassingHook:
+    """Calls ``hook``. In copies and pickles of the module there is a hook in its place that does nothing."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Callable[..., None]":
+        return nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def nothing(*args: Any) -> None:
+    pass
+
+
+def _nothing() -> Callable[..., None]:
+    return nothing
