@@ -4,8 +4,30 @@ Names load on first use, so ``import loka`` costs neither torch nor CUDA.
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from loka.core.version import __version__
+
+if TYPE_CHECKING:  # the same names for type checkers, which do not run __getattr__
+    from loka.core.errors import LokaError
+    from loka.core.plan import Plan
+    from loka.core.record import Record
+    from loka.core.survey import Survey
+    from loka.core.workload import Workload
+    from loka.dispatch.apply import apply_plan, restore
+    from loka.dispatch.check import check_plan
+    from loka.dispatch.freeze import freeze
+    from loka.dispatch.guard import Guard
+    from loka.kernels.ops import load_ops
+    from loka.measure.survey import measure
+    from loka.mods.apply import apply_mods
+    from loka.nn.block_norm import BlockNorm
+    from loka.nn.fused_block import FusedBlock, FusedChain
+    from loka.nn.linear import LokaLinear
+    from loka.nn.weight_casts import refresh
+    from loka.planner.plan import make_plan
+    from loka.probe.probe import Probe
+    from loka.report.write import write_report
 
 _HOMES = {
     "Probe": "loka.probe.probe",

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from loka.core.gemm import Device
+from loka.core.version import __version__
 
 LIBRARIES = ("torch", "triton", "fbgemm-gpu-genai", "torchao", "numpy")  # those whose version changes what is measured
 
@@ -38,8 +39,6 @@ class Environment(msgspec.Struct, frozen=True):
 def current_environment(device: Device) -> Environment:
     """This machine's, for measurements made on ``device``."""
     import torch
-
-    from loka import __version__
 
     return Environment(
         device=f"{device} ({platform.machine()}, {torch.get_num_threads()} threads)" if device.type == "cpu" else str(device),

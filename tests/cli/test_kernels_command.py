@@ -1,5 +1,6 @@
 """``loka kernels`` and ``loka bench gemm`` as a user runs them, and what importing costs."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,17 @@ def test_public_names_load_on_first_use() -> None:
     assert all(getattr(package, name) is not None for name in package.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    """They do not run ``__getattr__``: a name that is not imported for them is an ``object`` that cannot be called."""
+    import loka as package
+
+    tree = ast.parse(Path(package.__file__).read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {(name.name, node.module) for node in checked.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert seen == set(package._HOMES.items())
+    assert {name for name, _ in seen} | {"__version__"} == set(package.__all__)
 
 
 def test_listing_loads_no_vendor_library() -> None:
