@@ -196,6 +196,13 @@ class Plan:
         return self._changing(reasons, SitePlan.with_finer_forward)
 
     def _changing(self, reasons: Mapping[str, str], change: Callable[[SitePlan, str, str], SitePlan]) -> "Plan":
+        """With what follows from it: a block whose cast no longer pays goes too, and then perhaps the one behind it."""
+        before, plan = self, self._changed(reasons, change)
+        while slower := plan._no_longer_worth_it(before):
+            before, plan = plan, plan._changed(slower, SitePlan.in_high_precision)
+        return plan
+
+    def _changed(self, reasons: Mapping[str, str], change: Callable[[SitePlan, str, str], SitePlan]) -> "Plan":
         sites = tuple(
             change(site, self.document.high_precision, reasons[site.site])
             if site.site in reasons
@@ -204,13 +211,16 @@ class Plan:
         )
         wanted = {vector_name(site) for site in sites}
         vectors = {name: vector for name, vector in self.vectors.items() if name in wanted}
-        plan = Plan(msgspec.structs.replace(self.document, sites=sites), vectors)
-        slower = {
-            now.site: f"{now.reason}, under {self.document.min_speedup:g}×"
-            for before, now in zip(self.sites, sites, strict=True)
-            if now.block and before.block and now.time_us > before.time_us and now.speedup < self.document.min_speedup
+        return Plan(msgspec.structs.replace(self.document, sites=sites), vectors)
+
+    def _no_longer_worth_it(self, before: "Plan") -> dict[str, str]:
+        """The blocks that are slower than they were, and too slow now, with the reason."""
+        least = self.document.min_speedup
+        return {
+            now.site: f"{now.reason}, under {least:g}×"
+            for then, now in zip(before.sites, self.sites, strict=True)
+            if now.block and then.block and now.time_us > then.time_us and now.speedup < least
         }
-        return plan.giving_back(slower) if slower else plan
 
     def save(self, run: str | Path) -> Path:
         """Write plan.json, and plan.safetensors where there are vectors, into the folder ``run``; returns the former."""

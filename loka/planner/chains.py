@@ -1,7 +1,7 @@
 """Blocks that chain: one behind another takes its input in FP8 and saves the cast, so they are chosen together.
 
-Every site has at most one producer. Walking from producers to consumers, the best of a site and all behind it depends on
-one thing in front of it: whether the producer hands on FP8. So the best of the whole is found exactly, in one pass.
+Every site has at most one producer. The best of a site and all behind it depends on one thing in front of it: whether the
+producer hands on FP8. So the best of the whole is found exactly, in one pass from the last sites to the first.
 """
 
 from collections.abc import Mapping
@@ -27,30 +27,29 @@ def choose_blocks(sites: Mapping[str, Ways], min_speedup: float) -> dict[str, tu
     for name, ways in sites.items():
         if ways.producer in sites:
             consumers.setdefault(ways.producer, []).append(name)
-    memory: dict[tuple[str, bool], tuple[float, Way]] = {}
+    front_to_back = [name for name, ways in sites.items() if ways.producer not in sites]
+    for name in front_to_back:  # which grows on the way
+        front_to_back += consumers.get(name, ())
+    best: dict[tuple[str, bool], tuple[float, Way]] = {}  # the most that a site and all behind it can save, and how, by ``fed``
 
-    def best(name: str, fed: bool) -> tuple[float, Way]:
-        """The most that ``name`` and all behind it can save, and how; ``fed`` says that its input comes in FP8."""
-        if (name, fed) not in memory:
+    def behind(name: str, way: Way) -> float:
+        return sum(best[consumer, hands_on_fp8(way)][0] for consumer in consumers.get(name, ()))
+
+    for name in reversed(front_to_back):
+        for fed in (False, True):  # whether its input comes in FP8
             options: list[tuple[float, Way]] = [(sites[name].saved_us + behind(name, None), None)]
             for option in sites[name].blocks:
                 time_us = option.step_us(fed)
                 if option.baseline_us >= min_speedup * time_us:
                     options.append((option.baseline_us - time_us + behind(name, option), option))
-            memory[name, fed] = max(options, key=lambda choice: choice[0])  # of equals the first
-        return memory[name, fed]
-
-    def behind(name: str, way: Way) -> float:
-        return sum(best(consumer, hands_on_fp8(way))[0] for consumer in consumers.get(name, ()))
-
+            best[name, fed] = max(options, key=lambda choice: choice[0])  # of equals the first
     chosen: dict[str, tuple[BlockOption, bool]] = {}
-    pending = [(name, False) for name, ways in sites.items() if ways.producer not in sites]
-    while pending:
-        name, fed = pending.pop()
-        way = best(name, fed)[1]
+    for name in front_to_back:
+        front = chosen.get(sites[name].producer or "")
+        fed = front is not None and hands_on_fp8(front[0])
+        way = best[name, fed][1]
         if way is not None:
             chosen[name] = way, fed
-        pending += [(consumer, hands_on_fp8(way)) for consumer in consumers.get(name, ())]
     return chosen
 
 

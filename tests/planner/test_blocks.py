@@ -79,6 +79,20 @@ def test_a_chain_is_chosen_as_a_whole(sites: tuple[SiteSurvey, ...], least: floa
             assert front.block.norm is not None
 
 
+def test_a_chain_may_be_as_long_as_a_model_has_sites() -> None:
+    sites = [one(f"site{i}", 100.0, block(50.0, 150.0, cast=20.0), producer=f"site{i - 1}" if i else None) for i in range(1500)]
+    plan = loka.make_plan(survey(*sites))
+    assert sum(s.time_us for s in plan.sites) == pytest.approx(1500 * 50.0 + 20.0)  # the first alone casts its input
+
+
+def test_giving_back_the_first_of_a_long_chain_gives_back_all_that_is_not_worth_its_cast() -> None:
+    """Each by itself is slower than high precision, and the next one then casts its own input."""
+    casting = [one(f"site{i}", 100.0, block(50.0, 150.0, cast=120.0), producer=f"site{i - 1}") for i in range(1, 1500)]
+    plan = loka.make_plan(survey(one("site0", 100.0, block(50.0, 150.0)), *casting))
+    assert all(s.block for s in plan.sites)
+    assert not any(s.block for s in plan.giving_back({"site0": "drifted"}).sites)
+
+
 def test_fp8_from_the_block_in_front_saves_the_cast() -> None:
     """The second block alone is slower than high precision; behind the first it is worth it."""
     first, second = one("a", 100.0, block(50, 150, cast=10)), one("b", 100.0, block(100, 150, cast=60), producer="a")
