@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -291,13 +292,13 @@ def _without_producer(site: SitePlan, gone: Mapping[str, str]) -> SitePlan:
 
 def _what_is_wrong(plan: Plan) -> str | None:
     """What a schema cannot say: sites named once, with a kernel; vectors of the right length; chains that lead to a block."""
-    names = [site.site for site in plan.sites]
+    named = Counter(site.site for site in plan.sites)
     blocks = {site.site for site in plan.sites if site.block}
     for role in Role:
         if not 0 < plan.document.max_error.get(role, 0.0) < math.inf:
             return f"its max_error of {role} is no number above 0"
     for site in plan.sites:
-        if names.count(site.site) > 1:
+        if named[site.site] > 1:
             return f"it names the site {site.site} twice"
         if Role.FPROP not in site.kernels:
             return f"it names no kernel for fprop of {site.site}"

@@ -91,7 +91,8 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     put_back(model, before)
     applied.plan = applied.plan.giving_back({site: reason})
     again = {planned.site: planned for planned in applied.plan.sites if planned.site in chain and planned.block is not None}
-    swaps = {name: bind_block(model, linear_sites(model)[name], planned) for name, planned in again.items()}
+    modules = linear_sites(model)
+    swaps = {name: bind_block(model, modules[name], planned) for name, planned in again.items()}
     bound = {name: of_site for name, of_site in swaps.items() if not isinstance(of_site, str)}
     assert len(bound) == len(swaps)  # each of them ran until now
     now = {swap.original: swap.current for of_site in bound.values() for swap in of_site}

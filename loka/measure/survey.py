@@ -115,21 +115,21 @@ def _measure(
     shown.start(len(record.sites), len(done))
     for site in todo:
         try:
-            surveyed = survey_site(site, bench)
+            lines = survey_site(site, bench)
         except BrokenDevice as broken:
             partial.leave_out(broken.kernel, str(broken))
             raise BrokenDevice(
                 broken.kernel,
                 f"{broken}, at site {site.name}. Measure again, with the same folder: it goes on without {broken.kernel}",
             ) from broken
-        partial.add(surveyed)
-        shown.advance(_line(surveyed))
-    sites = tuple(partial.sites[name] for name in record.sites)
+        partial.add(lines)
+        shown.advance(_line(lines))
+    surveyed = partial.sites
     return SurveyDocument(
         fingerprint=record.fingerprint,
         environment=environment,
         dtype=record.dtype,
-        sites=sites,
+        sites=tuple(surveyed[name] for name in record.sites),
         ceiling=ceiling,
         findings=tuple(f"{finding.site}: {finding.message}" for finding in record.findings),
     )

@@ -5,6 +5,7 @@ Probe stores these neighbours, Dispatch fuses what they allow, Mods ask them whi
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -136,11 +137,15 @@ class FoundBlocks:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    @cached_property
+    def _by_name(self) -> dict[str, Block]:
+        return {name: block for block in self.blocks for name in (block.site, *block.aliases)}
+
     def of(self, site: str) -> Block:
-        for block in self.blocks:
-            if site == block.site or site in block.aliases:
-                return block
-        raise UnknownName(f"the model has no site {site!r}. It has: {', '.join(block.site for block in self.blocks)}")
+        """The block of a site, by any of its names."""
+        if site not in self._by_name:
+            raise UnknownName(f"the model has no site {site!r}. It has: {', '.join(block.site for block in self.blocks)}")
+        return self._by_name[site]
 
     @property
     def how(self) -> str:

@@ -67,8 +67,16 @@ class Graph:
                 readers[read].append(index)
         return tuple(map(tuple, readers))
 
+    @cached_property
+    def _calls_by_module(self) -> dict[str, list[int]]:
+        calls: dict[str, list[int]] = {}
+        for index, call in enumerate(self.calls):
+            if call.is_module:
+                calls.setdefault(call.name, []).append(index)
+        return calls
+
     def calls_of(self, module: str) -> list[int]:
-        return [index for index, call in enumerate(self.calls) if call.is_module and call.name == module]
+        return self._calls_by_module.get(module, [])
 
     def is_known(self, module: str) -> bool:
         """Whether the graph shows every call of ``module``: all that it lies in was traced."""
