@@ -1,65 +1,94 @@
-"""What a measurement has so far, written after every site, so that an interrupted one goes on where it stopped."""
+"""What a measurement has so far, a line added after every site, so that an interrupted one goes on where it stopped.
+
+Lines, and not a document that is written anew each time: of a thousand sites that took longer than measuring them.
+"""
 
 import hashlib
+import os
 from pathlib import Path
 
 import msgspec
 import torch
 
-from loka.core.documents import read_document, write_document
 from loka.core.environment import Environment
-from loka.core.errors import InvalidFile
+from loka.core.files import atomic_write
 from loka.core.record import Record, SiteRecord
 from loka.core.survey import SiteSurvey, Struct
 
-SCHEMA = "loka.survey-partial/1"
+SCHEMA = "loka.survey-partial/2"
 FILE = "survey.partial.json"
 
 
-class PartialDocument(Struct, frozen=True):
-    """survey.partial.json"""
+class Header(msgspec.Struct, frozen=True):
+    """The first line of survey.partial.json."""
 
+    schema: str
     identity: str
-    sites: tuple[SiteSurvey, ...] = ()
-    left_out: tuple[tuple[str, str], ...] = ()  # kernels that broke the process, and how
+
+
+class Line(Struct, frozen=True):
+    """Each of the others: a site that was measured, or a kernel that broke the process, and how."""
+
+    site: SiteSurvey | None = None
+    left_out: tuple[str, str] | None = None
 
 
 class Partial:
-    """The sites measured so far. Without a folder they are kept in memory alone."""
+    """The sites measured so far, and the kernels left out. Without a folder they are kept in memory alone."""
 
     def __init__(self, folder: Path | None, identity: str) -> None:
+        self.sites: dict[str, SiteSurvey] = {}
+        self.left_out: dict[str, str] = {}
         self._path = None if folder is None else folder / FILE
-        self._document = PartialDocument(identity)
+        header = Header(SCHEMA, identity)
+        self._unwritten: list[bytes] | None = [msgspec.json.encode(header)]  # until the first line of this process
         if self._path is not None and self._path.exists():
-            try:
-                found = read_document(self._path, SCHEMA, PartialDocument, made_by="loka measure")
-            except InvalidFile:
-                return  # nothing is lost but time: what was being written by another version is measured again
-            if found.identity == identity:
-                self._document = found
-
-    @property
-    def sites(self) -> dict[str, SiteSurvey]:
-        return {site.site: site for site in self._document.sites}
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        return dict(self._document.left_out)
+            self._unwritten += self._read(self._path, header)
 
     def add(self, site: SiteSurvey) -> None:
-        self._write(msgspec.structs.replace(self._document, sites=(*self._document.sites, site)))
+        self._write(Line(site=site))
 
     def leave_out(self, kernel: str, why: str) -> None:
-        self._write(msgspec.structs.replace(self._document, left_out=(*self._document.left_out, (kernel, why))))
+        self._write(Line(left_out=(kernel, why)))
 
     def remove(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _write(self, document: PartialDocument) -> None:
-        self._document = document
-        if self._path is not None:
-            write_document(self._path, SCHEMA, document)
+    def _read(self, path: Path, header: Header) -> list[bytes]:
+        """Take what another process left, as far as it is whole and of the same measurement; returns its lines. What cannot be
+        read is measured again: nothing is lost but time."""
+        taken = []
+        try:
+            first, *others, _ = path.read_bytes().split(b"\n")  # behind the last newline lies what a kill has cut off
+            if msgspec.json.decode(first, type=Header) != header:
+                return []
+            for text in others:
+                self._take(msgspec.json.decode(text, type=Line))
+                taken.append(text)
+        except (OSError, ValueError, RecursionError):  # msgspec's errors are ValueErrors
+            pass
+        return taken
+
+    def _take(self, line: Line) -> None:
+        if line.site is not None:
+            self.sites[line.site.site] = line.site
+        if line.left_out is not None:
+            self.left_out |= [line.left_out]
+
+    def _write(self, line: Line) -> None:
+        self._take(line)
+        if self._path is None:
+            return
+        text = msgspec.json.encode(line)
+        if self._unwritten is not None:  # in place of what is there
+            atomic_write(self._path, b"\n".join([*self._unwritten, text, b""]))
+            self._unwritten = None
+            return
+        with self._path.open("ab") as file:
+            file.write(text + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def identity_of(record: Record, kernels: tuple[str, ...], environment: Environment) -> str:

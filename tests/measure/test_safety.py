@@ -95,6 +95,29 @@ class TestResuming:
         assert [path.name for path in tmp_path.iterdir()] == ["survey.json"]
         assert Survey.load(tmp_path).document == survey.document
 
+    @pytest.mark.parametrize("end", [-1, -100], ids=["the newline", "a part of it"])
+    def test_a_line_that_a_kill_cut_off_is_measured_again(
+        self, end: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.interrupt(tmp_path)
+        partial = tmp_path / "survey.partial.json"
+        partial.write_bytes(partial.read_bytes()[:end])
+        names = self.measured(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            measure(record_of(*self.sites), kernels=TRUSTED, out=tmp_path, progress=_Interrupted(after=1))
+        survey = measure(record_of(*self.sites), kernels=TRUSTED, out=tmp_path)
+        assert names == ["b", "c"]
+        assert [site.site for site in survey.sites] == ["a", "b", "c"]
+
+    @pytest.mark.parametrize("text", [b"", b"\n", b"{", b"\xff\n", b"{}\n", b'{"schema": "loka.survey-partial/1"}\n'])
+    def test_what_is_no_measurement_of_this_kind_is_measured_again(
+        self, text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "survey.partial.json").write_bytes(text)
+        names = self.measured(monkeypatch)
+        measure(record_of(*self.sites), kernels=TRUSTED, out=tmp_path)
+        assert names == ["a", "b", "c"]
+
     @pytest.mark.parametrize(
         "changed",
         [
