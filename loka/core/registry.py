@@ -1,6 +1,8 @@
 """Named things that are added by writing one file: kernels, casters, models, data sets, mods."""
 
 import difflib
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -12,13 +14,13 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Maps names to objects; a class registered under a name is instantiated once.
 
-    ``discover`` imports the package whose modules do the registering. It runs before the first look-up, so that listing
-    names costs an import of our own files only and importing this registry costs none.
+    ``package`` names the package whose modules do the registering. They are imported before the first look-up, so that
+    listing names costs an import of our own files only and importing this registry costs none.
     """
 
-    def __init__(self, kind: str, discover: Callable[[], None] | None = None) -> None:
+    def __init__(self, kind: str, package: str | None = None) -> None:
         self._kind = kind
-        self._discover = discover
+        self._unread = package
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
@@ -61,6 +63,7 @@ class Registry(Generic[T]):
         return len(self.names())
 
     def _load(self) -> None:
-        if self._discover is not None:
-            discover, self._discover = self._discover, None
-            discover()
+        if self._unread is not None:
+            name, self._unread = self._unread, None
+            for module in pkgutil.iter_modules(importlib.import_module(name).__path__, f"{name}."):
+                importlib.import_module(module.name)

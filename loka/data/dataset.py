@@ -4,8 +4,6 @@ A data set is added by writing one file in this package that ends with ``DATASET
 """
 
 import difflib
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,14 +51,7 @@ class Source:
     open: Callable[[Path | None, int, torch.device, Any], Dataset]
 
 
-def _import_data_modules() -> None:
-    import loka.data as package
-
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
-
-
-DATASETS: Registry[Source] = Registry("data set", discover=_import_data_modules)
+DATASETS: Registry[Source] = Registry("data set", "loka.data")
 
 
 def open_dataset(

@@ -14,7 +14,6 @@ from torch import Tensor
 from loka.core.gemm import Device, TensorName
 from loka.core.recipe import Format, Transform
 from loka.core.registry import Registry
-from loka.kernels import providers
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, Operand
 from loka.kernels.transforms import TransformVectors, apply_to
@@ -64,7 +63,7 @@ class Summer(Protocol):
         ...
 
 
-CASTERS: Registry[Caster] = Registry("caster", discover=providers.import_all)
+CASTERS: Registry[Caster] = Registry("caster", "loka.kernels.providers")
 
 PREFERENCE = ("onednn", "triton", "fbgemm", "torch")  # fastest first where able; torch takes everything
 

@@ -13,7 +13,6 @@ from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.core.gemm import Device, GemmProblem, Role
 from loka.core.recipe import Recipe
 from loka.core.registry import Registry
-from loka.kernels import providers
 from loka.kernels.device import device_of
 from loka.kernels.operand import Operand, OperandSpec, padding_refusal
 from loka.numerics.formats import format_of
@@ -46,7 +45,7 @@ class Kernel(Protocol):
         ...
 
 
-KERNELS: Registry[Kernel] = Registry("kernel", discover=providers.import_all)
+KERNELS: Registry[Kernel] = Registry("kernel", "loka.kernels.providers")
 
 
 def add_kernel(kernel: Kernel) -> None:

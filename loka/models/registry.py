@@ -1,13 +1,10 @@
 """The models by name, and how to build one: ``build_model("wukong", "small", schema)``."""
 
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import loka.models
 from loka.core.errors import InvalidInput, UnknownName
 from loka.core.registry import Registry
 from loka.data.batch import FeatureSchema
@@ -31,12 +28,7 @@ class ModelFamily:
         assert tuple(self.presets) == PRESETS, f"a model comes in the sizes {PRESETS}, not {tuple(self.presets)}"
 
 
-def _import_models() -> None:
-    for module in pkgutil.iter_modules(loka.models.__path__, "loka.models."):
-        importlib.import_module(module.name)
-
-
-MODELS: Registry[ModelFamily] = Registry("model", discover=_import_models)
+MODELS: Registry[ModelFamily] = Registry("model", "loka.models")
 
 
 def build_model(name: str, preset: str, schema: FeatureSchema, **overrides: Any) -> Recommender:

@@ -1,13 +1,10 @@
 """What a Mod is, and the registry of them."""
 
-import importlib
-import pkgutil
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
-import loka.mods
 from loka.core.registry import Registry
 from loka.nn.blocks import FoundBlocks
 from loka.nn.stand_in import has_hooks, why_not_stood_in_for
@@ -51,12 +48,7 @@ class Mod(Protocol):
         ...
 
 
-def _import_mods() -> None:
-    for module in pkgutil.iter_modules(loka.mods.__path__, "loka.mods."):
-        importlib.import_module(module.name)
-
-
-MODS: Registry[Mod] = Registry("mod", discover=_import_mods)
+MODS: Registry[Mod] = Registry("mod", "loka.mods")
 
 
 def why_not_this_type(module: nn.Module, *types: type[nn.Module]) -> str | None:

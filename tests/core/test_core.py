@@ -1,5 +1,6 @@
 """The words: roles and their axes, recipes, registries, files, results."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -89,13 +90,18 @@ class TestRegistry:
         with pytest.raises(ValueError, match="fruit 'apple' is registered twice"):
             registry.add("apple", 2)
 
-    def test_discovery_runs_once_and_only_when_asked(self) -> None:
-        calls = []
-        registry: Registry[int] = Registry("fruit", discover=lambda: (calls.append(1), registry.add("fig", 3))[0])
-        assert calls == []
-        assert registry.names() == ["fig"]
-        assert "fig" in registry
-        assert len(registry) == len(calls) == 1
+    def test_a_package_is_read_once_and_only_when_asked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = tmp_path / "fruits"
+        package.mkdir()
+        (package / "__init__.py").write_text("from loka.core.registry import Registry\nFRUITS = Registry('fruit', 'fruits')\n")
+        for name in ("fig", "plum"):
+            (package / f"{name}.py").write_text(f"import fruits\nfruits.FRUITS.add('{name}', 3)\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        registry: Registry[int] = importlib.import_module("fruits").FRUITS
+        assert not {"fruits.fig", "fruits.plum"} & set(sys.modules)
+        assert registry.names() == ["fig", "plum"]
+        assert "fig" in registry  # and nothing is registered twice
+        assert len(registry) == 2
 
 
 class TestAtomicFiles:

@@ -1,7 +1,5 @@
 """What a finding is, the registry of them, and all findings of a model's sites."""
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +8,6 @@ import torch
 
 from loka.core.record import Finding, SiteRecord
 from loka.core.registry import Registry
-from loka.probe import findings
 
 
 @dataclass(frozen=True)
@@ -30,12 +27,7 @@ class Detector(Protocol):
         ...
 
 
-def _import_findings() -> None:
-    for module in pkgutil.iter_modules(findings.__path__, f"{findings.__name__}."):
-        importlib.import_module(module.name)
-
-
-FINDINGS: Registry[Detector] = Registry("finding", discover=_import_findings)
+FINDINGS: Registry[Detector] = Registry("finding", "loka.probe.findings")
 
 
 def find_all(sites: Mapping[str, SiteRecord]) -> tuple[Finding, ...]:

@@ -1,7 +1,5 @@
 """What a statistic is, and the registry of them."""
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +12,6 @@ from loka.core.gradient_rows import split_rows
 from loka.core.moments import Covariance, State
 from loka.core.registry import Registry
 from loka.core.statistics import Rule, Statistic
-from loka.probe import statistics
 
 
 @dataclass(frozen=True)
@@ -58,12 +55,7 @@ def add_sums(old: State, new: State, fade: float) -> State:
     return {name: torch.add(tensor, old[name], alpha=fade) for name, tensor in new.items()}
 
 
-def _import_statistics() -> None:
-    for module in pkgutil.iter_modules(statistics.__path__, f"{statistics.__name__}."):
-        importlib.import_module(module.name)
-
-
-STATISTICS: Registry[Observer] = Registry("statistic", discover=_import_statistics)
+STATISTICS: Registry[Observer] = Registry("statistic", "loka.probe.statistics")
 
 
 def observe(rows: Rows) -> dict[str, Statistic]:
