@@ -30,6 +30,10 @@ class CastProblem:
     format: Format
     device: Device
 
+    @classmethod
+    def of(cls, name: TensorName, tensor: Tensor) -> "CastProblem":
+        return cls(name, tensor.shape[0], tensor.shape[1], format_of(tensor.dtype), device_of(tensor.device))
+
 
 class Caster(Protocol):
     """One implementation of casts to 8-bit forms."""
@@ -133,7 +137,7 @@ def _by_transform(forms: Sequence[Form]) -> dict[Transform, list[Form]]:
 def _by_caster(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> dict[str, list[Form]]:
     if not forms:
         return {}
-    problem = CastProblem(name, tensor.shape[0], tensor.shape[1], format_of(tensor.dtype), device_of(tensor.device))
+    problem = CastProblem.of(name, tensor)
     shares: dict[str, list[Form]] = {}
     for form in forms:
         shares.setdefault(choose_caster(form, problem), []).append(form)

@@ -5,6 +5,7 @@ or transposed, and perhaps transformed; the stored tensor with those choices and
 equal forms share one cast.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -76,6 +77,12 @@ class Operand(NamedTuple):
     outer: int
     contraction: int
     spec: OperandSpec
+
+
+def operand_of(form: Form, codes: Tensor, scale: Tensor | None, shape: Sequence[int]) -> Operand:
+    """What was cast into ``form`` from a stored tensor of ``shape``."""
+    outer, contraction = (shape[1], shape[0]) if form.transposed else (shape[0], shape[1])
+    return Operand(codes, scale, outer, contraction, form.spec)
 
 
 def padded_size(size: int, multiple: int) -> int:

@@ -7,12 +7,10 @@ from torch import Tensor
 from loka.core.gemm import TensorName
 from loka.core.recipe import Format, Scaling
 from loka.kernels.casting import CASTERS, Caster, CastProblem
-from loka.kernels.device import device_of
 from loka.kernels.operand import STATIC_SCALE, Form, OperandSpec
 from loka.kernels.triton.share import cast_by_rows
 from loka.measure.failure import told
 from loka.measure.timing import Candidate, copies_past_cache, time_together
-from loka.numerics.formats import format_of
 
 COPY, FBGEMM, COMPILED = "copy", "fbgemm rowwise", "torch.compile rowwise"
 BY_ROWS = "blocks' own, both"  # rows as they lie by powers of two, and their codes transposed with one scale for all
@@ -90,7 +88,7 @@ class _Cast(msgspec.Struct, frozen=True):
         return cast_by_rows(x) if self.caster == BY_ROWS else CASTERS.get(self.caster).cast(x, self.forms)
 
     def why_not(self, x: Tensor) -> str | None:
-        problem = CastProblem(TensorName.X, x.shape[0], x.shape[1], format_of(x.dtype), device_of(x.device))
+        problem = CastProblem.of(TensorName.X, x)
         refusals = [caster.why_not(form, problem) for caster, form in self._parts()]
         if reason := next((refusal for refusal in refusals if refusal), None):
             return reason

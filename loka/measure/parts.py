@@ -14,13 +14,11 @@ from loka.core.gemm import SOURCES, Role, SiteShape, Source, TensorName
 from loka.core.recipe import Format, Recipe, Transform
 from loka.kernels.casting import CastProblem, cast, choose_caster, rewriter_of
 from loka.kernels.contract import KERNELS
-from loka.kernels.device import device_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
-from loka.kernels.operand import Form, Operand
+from loka.kernels.operand import Form, Operand, operand_of
 from loka.kernels.providers.torch_casts import quantize_forms
 from loka.kernels.transforms import TransformVectors, apply_to, center_shift
 from loka.measure.timing import copies_past_cache
-from loka.numerics.formats import format_of
 from loka.numerics.metrics import ErrorReport, measure_error
 from loka.numerics.reference import gemm
 
@@ -174,7 +172,7 @@ class SiteParts:
         return self._operands[name, form, turn]
 
     def is_compiled(self, name: TensorName, form: Form) -> bool:
-        return is_compiled(form, _cast_problem(name, self.tensors.stored(name, 0)))
+        return is_compiled(form, CastProblem.of(name, self.tensors.stored(name, 0)))
 
     def reference(self, role: Role) -> Tensor:
         """The role's output at float64, without bias."""
@@ -228,15 +226,10 @@ def _is_tiled(form: Form) -> bool:
     return form.spec.scaling.block[1] not in (1, None)
 
 
-def _cast_problem(name: TensorName, tensor: Tensor) -> CastProblem:
-    return CastProblem(name, tensor.shape[0], tensor.shape[1], format_of(tensor.dtype), device_of(tensor.device))
-
-
 def oracle_cast(tensor: Tensor, form: Form) -> Operand:
     """The stored ``tensor``, transformed already, by the oracle's own arithmetic."""
     ((codes, scale),) = quantize_forms(tensor, (form,))
-    outer, contraction = tensor.t().shape if form.transposed else tensor.shape
-    return Operand(codes, scale, outer, contraction, form.spec)
+    return operand_of(form, codes, scale, tensor.shape)
 
 
 def baseline_kernel(format: Format) -> str:

@@ -10,7 +10,7 @@ from loka.core.gemm import TensorName
 from loka.core.recipe import Transform
 from loka.kernels.casting import cast, rewriter_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
-from loka.kernels.operand import Form, Operand
+from loka.kernels.operand import Form, Operand, operand_of
 from loka.kernels.transforms import TransformVectors, center_shift, checked_vector
 from loka.nn.site import run_site
 from loka.nn.stand_in import note_own, take_over, why_not_stood_in_for
@@ -168,9 +168,8 @@ class LokaLinear(nn.Linear):
     def _weight_operands(self) -> dict[Form, Operand]:
         operands = {}
         for index, form in enumerate(self._cached_forms):
-            outer, contraction = self.weight.t().shape if form.transposed else self.weight.shape
             codes, scale = stored_cast(self, f"codes_{index}"), stored_cast(self, f"scale_{index}")
-            operands[form] = Operand(codes, scale, outer, contraction, form.spec)
+            operands[form] = operand_of(form, codes, scale, self.weight.shape)
         return operands
 
     def _vectors(self, shift_N: Tensor | None) -> TransformVectors | None:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role, TensorName
 from loka.kernels.executor import SiteExecutor
-from loka.kernels.operand import Form, Operand
+from loka.kernels.operand import Form, Operand, operand_of
 from loka.kernels.transforms import TransformVectors
 
 Casts = Mapping[Form, Operand]
@@ -108,7 +108,7 @@ class _Site(torch.autograd.Function):
                 casts = _with_high_precision(executor, weight_NK, casts, Role.DGRAD, vectors)
                 dx_MK = executor.multiply(Role.DGRAD, dy_casts, casts, ctx.x_dtype, vectors=vectors)
             if needs_weight:
-                x_casts = {ctx.x_form: _operand(ctx.x_form, x_codes, x_scale, ctx.shape)}
+                x_casts = {ctx.x_form: operand_of(ctx.x_form, x_codes, x_scale, ctx.shape)}
                 dw_NK = executor.multiply(Role.WGRAD, dy_casts, x_casts, ctx.weight_dtype, vectors=vectors, dy_sum_N=dy_sum_N)
         db_N = dy_sum_N.to(ctx.bias_dtype) if dy_sum_N is not None and needs_bias else None
         return (dx_MK, dw_NK, db_N, *(None for _ in ctx.needs_input_grad[3:]))
@@ -154,9 +154,4 @@ def _with_high_precision(
 
 def _unflatten(weight_NK: Tensor, forms: tuple[Form, ...], tensors: Sequence[Tensor]) -> dict[Form, Operand]:
     pairs = zip(tensors[::2], tensors[1::2], strict=True)
-    return {form: _operand(form, codes, scale, weight_NK.shape) for form, (codes, scale) in zip(forms, pairs, strict=True)}
-
-
-def _operand(form: Form, codes: Tensor, scale: Tensor | None, shape: torch.Size) -> Operand:
-    outer, contraction = (shape[1], shape[0]) if form.transposed else (shape[0], shape[1])
-    return Operand(codes, scale, outer, contraction, form.spec)
+    return {form: operand_of(form, codes, scale, weight_NK.shape) for form, (codes, scale) in zip(forms, pairs, strict=True)}

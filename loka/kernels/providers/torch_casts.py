@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from loka.core.recipe import Scaling
 from loka.kernels.casting import CASTERS, CastProblem
-from loka.kernels.operand import Form, Operand, OperandSpec, padded_size
+from loka.kernels.operand import Form, Operand, OperandSpec, operand_of, padded_size
 from loka.numerics.scaling import Quantized, quantize
 
 # The tensor and its transpose have the same scales, so one quantization serves both orders of axes.
@@ -30,12 +30,7 @@ class TorchCaster:
             parts = _compiled_cast(tensor, forms)
         else:
             parts = quantize_forms(tensor, forms)
-        return [_operand(tensor.shape, form, codes, scale) for form, (codes, scale) in zip(forms, parts, strict=True)]
-
-
-def _operand(shape: torch.Size, form: Form, codes: Tensor, scale: Tensor) -> Operand:
-    outer, contraction = (shape[1], shape[0]) if form.transposed else (shape[0], shape[1])
-    return Operand(codes, scale, outer, contraction, form.spec)
+        return [operand_of(form, codes, scale, tensor.shape) for form, (codes, scale) in zip(forms, parts, strict=True)]
 
 
 def quantize_forms(x: Tensor, forms: tuple[Form, ...]) -> list[tuple[Tensor, Tensor]]:

@@ -13,7 +13,17 @@ from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.contract import add_kernel
 from loka.kernels.device import constant_when_traced
-from loka.kernels.operand import NO_STATIC_DGRAD, STATIC_SCALE, Form, Layout, Operand, OperandSpec, padded_size, recipe_of
+from loka.kernels.operand import (
+    NO_STATIC_DGRAD,
+    STATIC_SCALE,
+    Form,
+    Layout,
+    Operand,
+    OperandSpec,
+    operand_of,
+    padded_size,
+    recipe_of,
+)
 from loka.kernels.providers.torch_fp8 import missing_fp8
 from loka.kernels.triton.casts import (
     SCALINGS,
@@ -163,12 +173,8 @@ Pair = tuple[Form | None, Form | None]  # a form in the tensor's own order of ax
 
 
 def _operands(tensor: Tensor, pair: Pair, made: Codes) -> dict[Form, Operand]:
-    operands = {}
-    for form, codes, scale in zip(pair, made[::2], made[1::2], strict=True):
-        if form:
-            outer, contraction = tensor.t().shape if form.transposed else tensor.shape
-            operands[form] = Operand(codes, scale, outer, contraction, form.spec)
-    return operands
+    both = zip(pair, made[::2], made[1::2], strict=True)
+    return {form: operand_of(form, codes, scale, tensor.shape) for form, codes, scale in both if form}
 
 
 def _held(tensor: Tensor, operand: Operand | None) -> tuple[Tensor, Tensor]:
