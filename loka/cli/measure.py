@@ -10,11 +10,11 @@ from rich.table import Table
 
 from loka.cli.tables import console, plain_table
 from loka.core.gemm import Role
+from loka.core.survey import GATE
+from loka.planner.limits import MAX_ERROR
 
 if TYPE_CHECKING:
     from loka.core.survey import Candidate, SiteSurvey, Survey
-
-METRIC, SAFE = "mere_floored", 0.2  # the default limit of a plan
 
 
 def measure(
@@ -58,7 +58,7 @@ def _table(survey: "Survey") -> Table:
     """A site a line, a role a column: of the timed kernels within the usual error the one with the fastest GEMM."""
     environment = survey.document.environment
     header = ["site", "rows×in×out", *Role]
-    table = plain_table(f"Fastest GEMM within {METRIC} {SAFE}, its speed-up and error, on {environment.device}", header)
+    table = plain_table(f"Fastest GEMM within {GATE} {MAX_ERROR}, its speed-up and error, on {environment.device}", header)
     for site in survey.sites:
         rows = max(site.calls, key=lambda m: site.calls[m]) if site.calls else 0
         table.add_row(site.site, f"{rows}×{site.k}×{site.n}", *(_cell(site, role, rows) for role in Role))
@@ -71,12 +71,12 @@ def _cell(site: "SiteSurvey", role: Role, rows: int) -> str:
     if not able:
         return "–"
     baseline_us = next((c.gemm_us.get(rows) for c in site.candidates if c.role is role and c.kernel == site.baseline), None)
-    timed = [c for c in able if rows in c.gemm_us and c.error[METRIC].high <= SAFE]
+    timed = [c for c in able if rows in c.gemm_us and c.error[GATE].high <= MAX_ERROR]
     if baseline_us and timed:
         best = min(timed, key=lambda candidate: candidate.gemm_us[rows])
-        return f"{_name(best)} {baseline_us / best.gemm_us[rows]:.2f}× {best.error[METRIC].mean:.3f}"
-    best = min(able, key=lambda candidate: candidate.error[METRIC].mean)
-    return f"{_name(best)} {best.error[METRIC].mean:.3f}"
+        return f"{_name(best)} {baseline_us / best.gemm_us[rows]:.2f}× {best.error[GATE].mean:.3f}"
+    best = min(able, key=lambda candidate: candidate.error[GATE].mean)
+    return f"{_name(best)} {best.error[GATE].mean:.3f}"
 
 
 def _name(candidate: "Candidate") -> str:

@@ -11,6 +11,7 @@ from rich.text import Text
 from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
 from loka.core.files import is_older
 from loka.core.gemm import Role
+from loka.planner.limits import MAX_ERROR, MIN_SPEEDUP
 
 if TYPE_CHECKING:
     from loka.core.plan import Plan, SitePlan
@@ -20,8 +21,8 @@ def plan(
     run: Path,
     *,
     goal: Annotated[Literal["training", "serving"], Parameter(help="All three GEMMs of a site, or fprop alone.")] = "training",
-    max_error: Annotated[float, Parameter(help="Largest mere_floored, by the upper end of its interval.")] = 0.2,
-    min_speedup: Annotated[float, Parameter(help="A site must get this many times as fast, casts included.")] = 1.05,
+    max_error: Annotated[float, Parameter(help="Largest mere_floored, by the upper end of its interval.")] = MAX_ERROR,
+    min_speedup: Annotated[float, Parameter(help="A site must get this many times as fast, casts included.")] = MIN_SPEEDUP,
     keep: Annotated[
         list[str] | None, Parameter(help="Sites, modules or patterns that stay in high precision.", consume_multiple=True)
     ] = None,

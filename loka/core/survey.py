@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEMA = "loka.survey/4"  # 1 had no misread_backward: there is nothing to make it from
+GATE = "mere_floored"  # of a candidate's errors the one that plans are held to
 Times = dict[int, float]  # M → µs
 
 

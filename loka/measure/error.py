@@ -18,6 +18,7 @@ from loka.core.errors import LokaError
 from loka.core.estimate import Estimate
 from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.record import SiteRecord
+from loka.core.survey import GATE
 from loka.kernels.transforms import checked_vector
 from loka.measure.failure import told
 from loka.measure.oracle import Oracle
@@ -25,7 +26,6 @@ from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.numerics.formats import torch_dtype
 from loka.numerics.metrics import ErrorReport, ErrorSamples
 
-GATE = "mere_floored"
 WATCHED = (GATE, "relative_rms")  # what must be known well, and be finite
 TIGHT = 0.05  # the interval's half-width, relative to the mean,
 HARMLESS = 0.01  # unless all of it lies below this

@@ -12,13 +12,13 @@ from loka.core.gemm import Role
 from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record, SiteRecord
-from loka.core.survey import SiteSurvey, Survey, SurveyDocument
+from loka.core.survey import GATE, SiteSurvey, Survey, SurveyDocument
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_named, device_of
 from loka.measure.block import Blocks, block_shape, is_fused
 from loka.measure.block_parts import BlockShape
 from loka.measure.ceiling import describe_ceiling, measure_ceiling
-from loka.measure.error import GATE, BrokenDevice, budgets_s, sample_rows, usual_rows, vector_of
+from loka.measure.error import BrokenDevice, budgets_s, sample_rows, usual_rows, vector_of
 from loka.measure.partial import Partial, identity_of
 from loka.measure.parts import Option, baseline_kernel
 from loka.measure.site_survey import Bench, plain_options, row_counts, survey_site

@@ -11,9 +11,8 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
 from loka.core.recipe import Accumulation, Format
-from loka.core.survey import BlockCandidate, Candidate
+from loka.core.survey import GATE, BlockCandidate, Candidate
 
-METRIC = "mere_floored"
 MAX_ERROR = 0.2
 MIN_SPEEDUP = 1.05
 # What an output ruled by a few large values does not show. A floating format reaches over 15 binades and more: values of x that
@@ -32,12 +31,12 @@ class Limits:
 
     def why_not(self, role: Role, error: Mapping[str, Estimate]) -> str | None:
         """Why an error does not qualify at ``role``: the upper end of its confidence interval must be within the limit."""
-        estimate = error.get(METRIC)
+        estimate = error.get(GATE)
         if estimate is None:
             return f"its error at {role} was not measured"
         limit = self.max_error[role]
         if not estimate.high <= limit:
-            return f"{METRIC} at {role} is {estimate.mean:.3g} (up to {estimate.high:.3g}), over max_error {limit:g}"
+            return f"{GATE} at {role} is {estimate.mean:.3g} (up to {estimate.high:.3g}), over max_error {limit:g}"
         return None
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, FinerForward, Refusal, SitePlan
+from loka.core.survey import GATE
 from loka.planner.costs import ROLES, SiteCosts, times_as_fast
-from loka.planner.limits import METRIC, Limits
+from loka.planner.limits import Limits
 from loka.planner.options import BlockOption, SiteOption
 from loka.planner.study import Study, finer_forwards
 
@@ -60,8 +61,8 @@ def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) ->
     time_us = candidate.gemm_us.get(costs.most_frequent_m, 0.0)
     if candidate.kernel == site.baseline:
         return Choice(site.baseline, "no kernel that is accurate enough here makes the site faster", time_us=time_us)
-    estimate = candidate.error[METRIC]
-    reason = f"{candidate.recipe}: {METRIC} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
+    estimate = candidate.error[GATE]
+    reason = f"{candidate.recipe}: {GATE} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
     return Choice(candidate.kernel, reason, estimate, time_us)
 
 
@@ -78,8 +79,8 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
         if role not in block.error:
             choices[role] = Choice(block.kernel, _not_asked(role))
             continue
-        estimate = block.error[role][METRIC]
-        why = f"fused block: {METRIC} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
+        estimate = block.error[role][GATE]
+        why = f"fused block: {GATE} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
         choices[role] = Choice(block.kernel, why, estimate)
     instead = f"the block {block.kernel} saves {option.baseline_us - time_us:.4g} µs a step"
     chosen = study.option.kernels if study.option and not study.stays else {}

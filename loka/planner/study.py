@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Refusal
 from loka.core.recipe import Transform
-from loka.core.survey import Candidate, SiteSurvey
+from loka.core.survey import GATE, Candidate, SiteSurvey
 from loka.planner.costs import ROLES, SiteCosts, times_as_fast
-from loka.planner.limits import METRIC, Limits
+from loka.planner.limits import Limits
 from loka.planner.options import (
     BlockOption,
     ByRole,
@@ -78,7 +78,7 @@ def finer_forwards(study: Study, noise: float, limits: Limits) -> tuple[SiteOpti
     """For a site whose fprop has ``noise``: the fastest with half of it, where that is faster than the fastest with an exact
     fprop; and that one. Each is worth it by itself."""
     plain = {role: [c for c in candidates if c.transform is Transform.NONE] for role, candidates in study.qualified.items()}
-    quiet = [c for c in plain[Role.FPROP] if c.error[METRIC].mean <= QUIETER * noise]
+    quiet = [c for c in plain[Role.FPROP] if c.error[GATE].mean <= QUIETER * noise]
     found: list[SiteOption] = []
     exact: list[Candidate] = []
     for forward in (exact, quiet):

@@ -7,9 +7,8 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
 from loka.core.recipe import Transform
-from loka.core.survey import Candidate, SiteSurvey
+from loka.core.survey import GATE, Candidate, SiteSurvey
 from loka.planner.costs import SiteCosts
-from loka.planner.limits import METRIC
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def _attempts(site: SiteSurvey, goal: Goal, max_error: dict[Role, float]) -> Ite
     costs = SiteCosts(site, goal)
     if not costs.is_measured:
         return
-    able = [c for c in site.candidates if c.kernel != site.baseline and c.why_not is None and METRIC in c.error]
+    able = [c for c in site.candidates if c.kernel != site.baseline and c.why_not is None and GATE in c.error]
     by_kernel: dict[tuple[str, Transform], dict[Role, Candidate]] = {}
     for candidate in able:
         if candidate.role in costs.roles and costs.why_not_timed(candidate) is None:
@@ -47,7 +46,7 @@ def _attempts(site: SiteSurvey, goal: Goal, max_error: dict[Role, float]) -> Ite
         time_us = costs.step_us(kernels) if set(kernels) == set(costs.roles) else None
         if not time_us:
             continue
-        errors = {role: candidate.error[METRIC] for role, candidate in kernels.items()}
+        errors = {role: candidate.error[GATE] for role, candidate in kernels.items()}
         worst = max(errors, key=lambda role: errors[role].high / max_error[role])
         name = kernel if transform is Transform.NONE else f"{kernel} + {transform}"
         yield Attempt(name, worst, errors[worst], errors[worst].high / max_error[worst], costs.baseline_us / time_us)

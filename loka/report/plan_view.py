@@ -6,7 +6,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import PlanDocument, SitePlan
 from loka.core.recipe import Transform
-from loka.core.survey import SiteSurvey, SurveyDocument
+from loka.core.survey import GATE, SiteSurvey, SurveyDocument
 from loka.report.attempts import closest_attempt
 from loka.report.page_data import MapPoint, PlanRow, RejectedFor, Rejection, SiteMap
 from loka.report.words import number
@@ -35,7 +35,7 @@ def draw_map(plan: PlanDocument, survey: SurveyDocument | None) -> SiteMap:
         points=tuple(sorted(points, key=lambda point: (-point.share, point.site))),
         max_error=next(iter(plan.max_error.values())) if one_limit else 1.0,
         min_speedup=plan.min_speedup,
-        error_axis="error (mere_floored)" if one_limit else "error ÷ the role's limit",
+        error_axis=f"error ({GATE})" if one_limit else "error ÷ the role's limit",
         off_the_map=tuple(off),
     )
 

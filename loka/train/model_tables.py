@@ -4,9 +4,9 @@ from typing import Any
 
 from loka.core.plan import Goal
 from loka.core.results import GatheredResults, markdown_table
+from loka.train.model_arms import BASELINE
 from loka.train.step_profile import Kind
 
-BASELINE = "bf16"
 Rows = dict[str, dict[str, Any]]  # arm → row
 Cells = dict[tuple[str, str, int], Rows]
 
