@@ -15,6 +15,8 @@ from loka.core.recipe import Format
 from loka.core.survey import Struct
 
 SCHEMA = "loka.comparison/1"
+TWINS = "twins"  # the folder of a run below which each twin has its own,
+HIGH, OTHER, PLANNED = "high", "other", "planned"  # by these names: in high precision, in another one, by the plan
 WAITING = "waiting for the host"  # beside the kinds of work: a GPU that has nothing to do until more is launched
 
 

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loka.core.comparison import HIGH, OTHER, PLANNED
 from loka.numerics.confidence import estimate_mean
 from loka.report.page_data import Curve, CurveDifference, Curves
-from loka.report.run import HIGH_TWIN, OTHER_TWIN, PLANNED_TWIN, MetricsLine
+from loka.report.run import MetricsLine
 
 MOST_POINTS = 200  # more would only blur into each other
 
@@ -22,7 +23,7 @@ class Window:
 
 def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str, other: str = "") -> Curves | None:
     """Curves of what was trained. Twins are compared window by window, since both saw the same examples in each."""
-    names = {HIGH_TWIN: high_precision, PLANNED_TWIN: "LoKA", "training": "log-loss"}
+    names = {HIGH: high_precision, PLANNED: "LoKA", "training": "log-loss"}
     windows = {name: _merge(_windows(lines)) for name, lines in training.items()}
     if not any(windows.values()):
         return None
@@ -33,7 +34,7 @@ def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str, oth
     )
     known = [(window.step, window.best) for window in next(iter(windows.values())) if window.best is not None]
     best = Curve("best possible", tuple(step for step, _ in known), tuple(loss for _, loss in known)) if known else None
-    return Curves(curves, best, _difference(windows, PLANNED_TWIN), _difference(windows, OTHER_TWIN), other)
+    return Curves(curves, best, _difference(windows, PLANNED), _difference(windows, OTHER), other)
 
 
 def _windows(lines: Sequence[MetricsLine]) -> list[Window]:
@@ -67,7 +68,7 @@ def _merged(group: list[Window]) -> Window:
 
 def _difference(twins: dict[str, list[Window]], name: str) -> CurveDifference | None:
     """Of the twin ``name`` from the high-precision one, where both are there."""
-    high = {window.step: window.log_loss for window in twins.get(HIGH_TWIN, ())}
+    high = {window.step: window.log_loss for window in twins.get(HIGH, ())}
     pairs = [(window.step, window.log_loss, high[window.step]) for window in twins.get(name, ()) if window.step in high]
     if not pairs:
         return None

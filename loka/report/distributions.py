@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 from loka.core.gemm import Role
 from loka.core.plan import PlanDocument, SitePlan
 from loka.core.recipe import Format
+from loka.core.record import Record
 from loka.report.page_data import FormatRange, Histogram, SiteDistribution
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from loka.core.record import Record
 
 INT8_COARSE = 8  # an int8 code below it has fewer significant bits than e4m3
 
@@ -29,7 +28,7 @@ def format_ranges() -> tuple[FormatRange, ...]:
     return tuple(ranges)
 
 
-def draw_distributions(record: "Record", plan: PlanDocument | None) -> tuple[SiteDistribution, ...]:
+def draw_distributions(record: Record, plan: PlanDocument | None) -> tuple[SiteDistribution, ...]:
     """A histogram of x and of dy for every site that was called, as the Probe counted them."""
     formats = {site.site: _planned_format(site) for site in plan.sites} if plan else {}
     default = Format.E4M3 if record.environment.cuda else Format.INT8

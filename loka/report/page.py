@@ -1,7 +1,6 @@
 """From a run to the page: gather what is shown, and put it with style and script into one HTML file."""
 
 from importlib import resources
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -9,6 +8,7 @@ from loka.core.comparison import WAITING, Comparison, TimePair, other_precision
 from loka.core.environment import Environment
 from loka.core.plan import Goal
 from loka.core.recipe import Format, Transform
+from loka.core.record import Finding
 from loka.report.curves import draw_curves
 from loka.report.distributions import draw_distributions, format_ranges
 from loka.report.headline import headline, summarize, tiles
@@ -16,9 +16,6 @@ from loka.report.page_data import FindingCard, Page, TimeBar, TimeBars
 from loka.report.plan_view import draw_map, list_plan, list_rejected
 from loka.report.run import Run
 from loka.report.words import number, times_faster
-
-if TYPE_CHECKING:
-    from loka.core.record import Finding
 
 SCRIPTS = ("dom.js", "scales.js", "site_map.js", "plan_table.js", "distributions.js", "curves.js", "times.js", "page.js")
 
@@ -72,7 +69,7 @@ def _findings(run: Run) -> tuple[FindingCard, ...]:
     return tuple(FindingCard(text) for text in run.survey.findings) if run.survey else ()
 
 
-def _card(finding: "Finding") -> FindingCard:
+def _card(finding: Finding) -> FindingCard:
     numbers = ", ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in finding.numbers.items())
     return FindingCard(finding.message, finding.site, finding.kind.replace("_", " "), numbers, _remedy(finding.remedy))
 

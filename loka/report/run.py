@@ -1,37 +1,32 @@
 """Reading a run's folder: whatever is there, and for the rest why not and the command that makes it."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from loka.core.comparison import Comparison
+from loka.core.comparison import HIGH, OTHER, PLANNED, TWINS, Comparison
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import is_older
 from loka.core.plan import Plan, PlanDocument
+from loka.core.record import FILE as RECORD_FILE
+from loka.core.record import Record
 from loka.core.survey import Survey, SurveyDocument
 from loka.report.page_data import MissingPart
 
-if TYPE_CHECKING:
-    from loka.core.record import Record
-
-Part = TypeVar("Part", "Record", SurveyDocument, PlanDocument, Comparison)
+Part = TypeVar("Part", Record, SurveyDocument, PlanDocument, Comparison)
 
 # By part its file, and the command that makes it.
 PARTS = {
-    "record": ("record.safetensors", "loka probe WORKLOAD -o {run}"),
+    "record": (RECORD_FILE, "loka probe WORKLOAD -o {run}"),
     "survey": ("survey.json", "loka measure {run}"),
     "plan": ("plan.json", "loka plan {run}"),
     "comparison": ("comparison.json", "loka demo -o {run}"),
     "training": ("metrics.jsonl", "loka train --model MODEL --plan {run}/plan.json --steps 500 --out {run}"),
 }
-
-# Folders below twins/, each with a metrics.jsonl: in high precision, in another one, by the plan.
-HIGH_TWIN, OTHER_TWIN, PLANNED_TWIN = "high", "other", "planned"
 
 
 class WindowMetrics(msgspec.Struct, frozen=True):
@@ -46,13 +41,12 @@ class MetricsLine(msgspec.Struct, frozen=True):
 
     step: int
     window: WindowMetrics
-    samples_per_s: float = math.nan
 
 
 @dataclass(frozen=True)
 class Run:
     path: Path
-    record: "Record | None" = None
+    record: Record | None = None
     survey: SurveyDocument | None = None
     plan: PlanDocument | None = None
     comparison: Comparison | None = None
@@ -76,7 +70,7 @@ def read_run(run: str | Path) -> Run:
 
     def read(part: str, load: Callable[[], Part]) -> Part | None:
         if not (path / PARTS[part][0]).exists():
-            if part != "comparison" or (path / "twins").is_dir():  # which only a demo makes, of its own model
+            if part != "comparison" or (path / TWINS).is_dir():  # which only a demo makes, of its own model
                 lacks(part, f"there is no {PARTS[part][0]}")
             return None
         try:
@@ -87,7 +81,7 @@ def read_run(run: str | Path) -> Run:
         models[part] = loaded.fingerprint
         return loaded
 
-    record = read("record", lambda: _load_record(path))
+    record = read("record", lambda: Record.load(path))
     survey = read("survey", lambda: Survey.load(path).document)
     plan = read("plan", lambda: Plan.load(path).document)
     comparison = read("comparison", lambda: Comparison.load(path))
@@ -116,18 +110,12 @@ def read_run(run: str | Path) -> Run:
     )
 
 
-def _load_record(path: Path) -> "Record":
-    from loka.core.record import Record
-
-    return Record.load(path)
-
-
 def _read_training(path: Path) -> dict[str, list[MetricsLine]]:
     """The twins' curves where there are twins, otherwise the run's own."""
-    twins = {name: _read_metrics(path / "twins" / name / "metrics.jsonl") for name in (HIGH_TWIN, OTHER_TWIN, PLANNED_TWIN)}
-    if twins[HIGH_TWIN] and twins[PLANNED_TWIN]:
+    twins = {name: _read_metrics(path / TWINS / name / "metrics.jsonl") for name in (HIGH, OTHER, PLANNED)}
+    if twins[HIGH] and twins[PLANNED]:
         return {name: lines for name, lines in twins.items() if lines}
-    own = twins[HIGH_TWIN] or _read_metrics(path / "metrics.jsonl")
+    own = twins[HIGH] or _read_metrics(path / "metrics.jsonl")
     return {"training": own} if own else {}
 
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from loka.core.comparison import Comparison, QualityPair, TimePair, other_precision
+from loka.core.comparison import HIGH, OTHER, PLANNED, TWINS, Comparison, QualityPair, TimePair, other_precision
 from loka.core.environment import current_environment
 from loka.core.errors import InvalidInput
 from loka.core.files import require_folder
@@ -52,7 +52,6 @@ from loka.train.trainer import Trainer
 from loka.train.twins import Twin, compare_quality, compare_times, measure_speedup
 
 CHECK_BATCHES = 4
-HIGH, OTHER, PLANNED = "high", "other", "planned"  # the twins' folders
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ class _Demo:
                 continue
             trainer, _ = self._trainer(name)
             _load_newest(trainer, self.folder)
-            run = RunFolder(self.folder / "twins" / name)
+            run = RunFolder(self.folder / TWINS / name)
             with run.begun(trainer), matmul_precision(trainer.config.precision):
                 if name == PLANNED:
                     self._apply(self._training_plan, trainer.model)
@@ -269,11 +268,11 @@ class _Demo:
     def _trained(self, name: str) -> Trainer:
         """The twin's weights in a model that runs in high precision."""
         trainer, _ = self._trainer()
-        _load_newest(trainer, self.folder / "twins" / name)
+        _load_newest(trainer, self.folder / TWINS / name)
         return trainer
 
     def _is_done(self, name: str) -> bool:
-        checkpoints = list_checkpoints(RunFolder(self.folder / "twins" / name).checkpoints)
+        checkpoints = list_checkpoints(RunFolder(self.folder / TWINS / name).checkpoints)
         return bool(checkpoints) and load_checkpoint(checkpoints[-1]).header.step == self.config.steps
 
     def _apply(self, plan: Plan, model: Recommender) -> None:
