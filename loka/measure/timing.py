@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,12 @@ class Timing:
     low_us: float
     high_us: float
     rounds: int
+
+    @classmethod
+    def of(cls, samples_us: Sequence[float]) -> "Timing":
+        """One sample a round."""
+        low, median, high = statistics.quantiles(samples_us, n=4) if len(samples_us) > 1 else (samples_us[0],) * 3
+        return cls(median, low, high, len(samples_us))
 
 
 def time_together(
@@ -45,7 +51,7 @@ def time_together(
         for name, timer in timers.items():
             if sum(samples[name]) * turns < 1e6 * budget_s:
                 samples[name].append(timer() / turns)
-    return {name: _summarize(values) for name, values in samples.items()}
+    return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def copies_past_cache(n_bytes: int, device: torch.device) -> int:
@@ -94,8 +100,3 @@ def _graph_timer(candidate: Candidate, turns: int) -> Callable[[], float]:
         return 1e3 * start.elapsed_time(end)
 
     return run
-
-
-def _summarize(values: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return Timing(median, low, high, len(values))

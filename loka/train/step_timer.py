@@ -1,6 +1,5 @@
 """Timing whole steps side by side. On a GPU a step is captured once and replayed, so that the host's launches are not timed."""
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -38,12 +37,7 @@ def take_turns(timers: Mapping[str, StepTimer], *, rounds: int) -> dict[str, Tim
     for _ in range(rounds):
         for name, timer in timers.items():
             samples[name].append(timer.run())
-    return {name: _summarize(values) for name, values in samples.items()}
-
-
-def _summarize(values: list[float]) -> Timing:
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return Timing(median, low, high, len(values))
+    return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
