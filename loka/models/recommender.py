@@ -1,5 +1,6 @@
 """A recommendation model: an embedding table in front of a dense part."""
 
+import torch
 from torch import Tensor, nn
 
 from loka.data.batch import Batch, FeatureSchema
@@ -18,6 +19,11 @@ class Recommender(nn.Module):
         self.schema = schema
         self.embeddings = embeddings
         self.dense_part = dense_part
+
+    @torch.no_grad()
+    def dense_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """The arguments of the dense part for ``batch``: an example for what runs or traces it by itself, such as Mods."""
+        return (batch.dense_BD, *self.embeddings(batch))
 
     def forward(self, batch: Batch) -> Tensor:
         logits_B = self.dense_part(batch.dense_BD, *self.embeddings(batch))

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from loka.core.errors import InvalidInput
@@ -28,8 +27,7 @@ def adapt(model: Recommender, config: TrainConfig, batches: Iterator[Batch]) -> 
     if not config.mods and not config.plan:
         return
     batch = next(batches)
-    with torch.no_grad():
-        of_dense_part = (batch.dense_BD, *model.embeddings(batch))
+    of_dense_part = model.dense_inputs(batch)
     if config.mods:
         apply_mods(model.dense_part, config.mods, example=of_dense_part)
     if config.plan:

@@ -164,9 +164,7 @@ class ModelBench:
         with torch.device(self.device):  # first weights made in place: a large model's would take minutes on the CPU
             model = build_model(cell.model, cell.preset, self.data.schema)
         if arm.mods:
-            batch = next(self.data.train(64))
-            with torch.no_grad():
-                apply_mods(model.dense_part, arm.mods, example=(batch.dense_BD, *model.embeddings(batch)))
+            apply_mods(model.dense_part, arm.mods, example=model.dense_inputs(next(self.data.train(64))))
         return model
 
     def name_of_survey(self, cell: Cell, arm: ModelArm) -> str:
@@ -207,9 +205,7 @@ def serving_call(model: Recommender, batch: Batch, dtype: torch.dtype) -> Callab
 
 def dense_arguments(model: Recommender, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What the dense part reads of ``batch``; floating tensors in ``dtype``."""
-    with torch.no_grad():
-        tensors = (batch.dense_BD, *model.embeddings(batch))
-    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in model.dense_inputs(batch))
 
 
 def release_memory(device: torch.device) -> None:

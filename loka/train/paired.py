@@ -108,9 +108,7 @@ def prepare(run: Run, data: Dataset, device: torch.device) -> tuple[Recommender,
 
 def example_of(model: Recommender, data: Dataset, batch_size: int) -> tuple[Tensor, ...]:
     """The arguments of one call of the dense part."""
-    batch = next(data.train(batch_size))
-    with torch.no_grad():
-        return (batch.dense_BD, *model.embeddings(batch))
+    return model.dense_inputs(next(data.train(batch_size)))
 
 
 def _train(trainer: Trainer, data: Dataset, steps: int) -> tuple[list[tuple[int, float]], float]:
