@@ -148,7 +148,7 @@ def _close_window(trainer: Trainer, clock: "_Clock", untimed: int) -> LogRow:
 
 
 def _check_finite(trainer: Trainer, data: Dataset) -> None:
-    step = trainer.guard.first_bad_step()
+    step = trainer.loss_watch.first_bad_step()
     if step is None:
         return
     config = trainer.config

@@ -1,6 +1,6 @@
 """When the loss is not finite: find the step without asking every step, and the module where it began.
 
-``FiniteGuard`` keeps the first bad step in a tensor on the device and tells the optimizers, through ``found_inf``, to hold
+``LossWatch`` keeps the first bad step in a tensor on the device and tells the optimizers, through ``found_inf``, to hold
 still from then on. The weights therefore stay those before the bad step until the host looks, at the next log line; the
 data set gives the same batch again by its position; and one more forward pass with hooks names the module.
 """
@@ -31,7 +31,7 @@ class NonFiniteLoss(LokaError, ArithmeticError):
         )
 
 
-class FiniteGuard:
+class LossWatch:
     """Watches losses on the device. ``found_inf`` is 1 from the first bad step on, and meant to be set on the optimizers."""
 
     def __init__(self, device: torch.device) -> None:

@@ -70,7 +70,7 @@ def train_run(run: Run) -> dict[str, Any]:
             "trajectory": trajectory,
             "samples_per_s": trainer.steps_done * config.batch_size / seconds,
         }
-        bad_step = trainer.guard.first_bad_step()
+        bad_step = trainer.loss_watch.first_bad_step()
         if bad_step is not None:
             return row | {"nonfinite_step": bad_step}
         row["test"] = asdict(evaluate(model, data.test(TEST_BATCH), config.precision))

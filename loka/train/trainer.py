@@ -9,7 +9,7 @@ from loka.data.batch import Batch
 from loka.models.recommender import Recommender
 from loka.train.config import TrainConfig
 from loka.train.metrics import MetricSums
-from loka.train.nonfinite import FiniteGuard
+from loka.train.nonfinite import LossWatch
 from loka.train.optim import RowWiseAdagrad, learning_rate, make_dense_optimizer, named_state, set_learning_rate
 from loka.train.precision import autocast, resolve_device
 
@@ -27,9 +27,9 @@ class Trainer:
             model.dense_part.compile(mode="reduce-overhead" if config.cuda_graphs else None)
         self.dense_optimizer = make_dense_optimizer(model.dense_part, config.lr, config.weight_decay)
         self.embedding_optimizer = RowWiseAdagrad(model.embeddings.parameters(), config.embedding_lr)
-        self.guard = FiniteGuard(self.device)
-        self.embedding_optimizer.found_inf = self.guard.found_inf
-        self.dense_optimizer.found_inf = self.guard.found_inf  # pyrefly: ignore[missing-attribute]
+        self.loss_watch = LossWatch(self.device)
+        self.embedding_optimizer.found_inf = self.loss_watch.found_inf
+        self.dense_optimizer.found_inf = self.loss_watch.found_inf  # pyrefly: ignore[missing-attribute]
         self.window, self.lifetime = MetricSums(self.device), MetricSums(self.device)
         self.steps_done = 0
 
@@ -42,7 +42,7 @@ class Trainer:
             logits_B = self.model(batch)
         loss = F.binary_cross_entropy_with_logits(logits_B, batch.label_B)
         loss.backward()
-        self.guard.see(loss, self.steps_done)
+        self.loss_watch.see(loss, self.steps_done)
         for optimizer in (self.dense_optimizer, self.embedding_optimizer):
             optimizer.step()
             optimizer.zero_grad()
