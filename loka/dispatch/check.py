@@ -23,8 +23,7 @@ from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
-from loka.nn.kept_state import left_as_it_was as modules_left_as_they_were
-from loka.nn.kept_state import random_state_kept
+from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.unwrap import Example, unwrapped
 from loka.nn.weight_casts import recast_after_step
 
@@ -63,8 +62,8 @@ class CheckedPlan:
 
     def __str__(self) -> str:
         last = self.rounds[-1]
-        sites = {site.site: site for site in self.plan.sites}
-        names = [f"{name}{_what_of_it(sites[name])}" for name in self.given_back]
+        planned = {site.site: site for site in self.plan.sites}
+        names = [f"{name}{_what_of_it(planned[name])}" for name in self.given_back]
         loss = f"loss {last.change.whole:+.4%} of high precision's {self.baseline_loss:.5g}"
         gradients = f"gradients at most {last.gradients.error:.0%} off, " if last.gradients else ""
         found = f"{loss}, rounding costs {last.change.rounding:.4%}, {gradients}{last.speedup:.2f}× as fast"
@@ -114,7 +113,7 @@ def check_plan(
     limit = MAX_LOSS_CHANGE[plan.document.goal] if max_loss_change is None else max_loss_change
     learned = _learned_by(model, loss, held_out) if is_training else frozenset()  # serving never asks for gradients
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)
-    with left_as_it_was(model, learned), _room_to_compile(model):
+    with _without_a_trace(model, learned), _room_to_compile(model):
         high = losses(model, held_out, loss)
         baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:
@@ -216,7 +215,7 @@ class _Trial:
     def _gradients_of(self, batch: Any) -> Gradients:
         """Copies, for a replayed CUDA graph writes the next gradients to where these lie. What a pass changes in the model, as
         it does batch statistics, the next one does not see."""
-        with left_as_it_was(self.model, self.learned), torch.enable_grad():
+        with _without_a_trace(self.model, self.learned), torch.enable_grad():
             self.model.train()
             self.loss(self.model, batch).backward()
             return self._named_gradients()
@@ -231,7 +230,7 @@ class _Trial:
         if not applied.sites:
             return 1.0
         planned_us, plain_us = [], []
-        with left_as_it_was(self.model, self.learned):
+        with _without_a_trace(self.model, self.learned):
             for _ in range(1 + self.repeats):
                 planned_us.append(self._pass_us())
                 with self._in_high_precision(applied):
@@ -304,7 +303,7 @@ def _require_repeatable(high: Sequence[float], again: Sequence[float], tolerance
 def _learned_by(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> frozenset[Tensor]:
     """The parameters of ``model``, and what else ``loss`` reaches on any batch: embeddings in front of the model, say."""
     found = set(model.parameters())
-    with left_as_it_was(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with _without_a_trace(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         model.train()
         for batch in batches:
             value = scalar(loss(model, batch))
@@ -352,7 +351,7 @@ def _drop_gradients(tensors: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
+def _without_a_trace(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
     """Gradients, what modules hold (buffers, mode, attributes), and random numbers are behind the block what they were in front
     of it.
 
@@ -365,7 +364,7 @@ def left_as_it_was(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator
     for table in tables:
         table.clear()  # of optimizers that step within backward
     try:
-        with modules_left_as_they_were(model), random_state_kept(model):
+        with left_as_it_was(model), random_state_kept(model):
             yield
     finally:
         for parameter, gradient in gradients.items():
