@@ -126,7 +126,7 @@ class SiteRecord(SiteFacts):
     def _sampler(self) -> "Sampler":
         from loka.core.sampling import make_sampler
 
-        assert self._moments  # refuses a site that was never called
+        self._require_values()
         return make_sampler(self.statistics, self.k, self.weight_NK)
 
     def sample_weight(self, generator: "torch.Generator") -> "Tensor":
@@ -139,10 +139,13 @@ class SiteRecord(SiteFacts):
 
     @property
     def _moments(self) -> "dict[str, Tensor]":
+        self._require_values()
+        return self.statistics["moments"].tensors
+
+    def _require_values(self) -> None:
         if not self.was_called:
             seen = "saw only NaN or infinite rows" if self.calls else "was never called"
             raise InvalidInput(f"site {self.name} {seen} while the Probe looked: nothing is known of its values")
-        return self.statistics["moments"].tensors
 
     def merge(self, other: "SiteRecord", share: float) -> "SiteRecord":
         """Statistics of both; weights, and whatever can be of one alone, are this one's. ``share`` of the steps are its own."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from loka.core.errors import UnknownName
-from loka.core.record import NEVER_CALLED
+from loka.core.record import NEVER_CALLED, UNKNOWN_READER
 from loka.nn.block_norm import BlockNorm
 from loka.nn.graph import Call, Graph, Kind, Method, changes_shape_alone
 from loka.nn.graph_run import record_run
@@ -56,7 +56,7 @@ class Consumer:
     through: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " → ".join((*self.through, "?" if self.kind is Kind.UNKNOWN else self.name))
+        return " → ".join((*self.through, UNKNOWN_READER if self.kind is Kind.UNKNOWN else self.name))
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class FoundBlocks:
         for block in self.blocks:
             followers = [follower.kind for follower in (block.norm, block.activation) if follower]
             chain = " → ".join([f"{block.site} {block.in_features}×{block.out_features}", *followers])
-            readers = ", ".join(map(str, block.consumers)) or "?"
+            readers = ", ".join(map(str, block.consumers)) or UNKNOWN_READER
             lines.append(f"  {chain} ⇒ {readers}" + (f"   ({'; '.join(block.notes)})" if block.notes else ""))
         lines += [f"  not covered: {uncovered}" for uncovered in self.uncovered]
         return "\n".join(lines)

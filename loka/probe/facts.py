@@ -10,6 +10,7 @@ from functools import reduce
 import torch
 from torch import nn
 
+from loka.core.record import UNKNOWN_READER
 from loka.nn.blocks import Block, Consumer, FoundBlocks, any_of, find_blocks
 from loka.nn.graph import Kind
 from loka.nn.linear import LokaLinear, why_not_swapped
@@ -91,7 +92,7 @@ def _modules_behind(block: Block) -> list[str]:
 
 def _alone(block: Block) -> Block:
     """The site by itself: what follows is another thing at another time, so that nobody knows who reads it."""
-    return replace(block, norm=None, activation=None, consumers=(*block.consumers, Consumer(Kind.UNKNOWN, "?")))
+    return replace(block, norm=None, activation=None, consumers=(*block.consumers, Consumer(Kind.UNKNOWN, UNKNOWN_READER)))
 
 
 def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_torch: bool) -> str | None:
