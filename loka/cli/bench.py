@@ -43,14 +43,16 @@ def gemm(
     from loka.core.results import write_results
     from loka.kernels.contract import KERNELS
     from loka.kernels.device import device_named, device_of, model_dtype
-    from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
+    from loka.measure.gemm import measure_site
+    from loka.measure.parts import SiteTensors, baseline_kernel
+    from loka.numerics.formats import format_of
 
     require_folder(out)
     where = device_named(device)
     dtype = model_dtype(where)
     sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)
     names = kernels or [name for name in KERNELS.names() if not name.startswith("reference.")]
-    baseline = baseline_kernel(dtype)
+    baseline = baseline_kernel(format_of(dtype))
     names = [baseline, *(KERNELS.get(name).name for name in names if name != baseline)]
     rows: list[GemmMeasurement] = []
     for site in track(sites, description="measuring", console=Console(stderr=True)):

@@ -82,7 +82,9 @@ def _list(where: "torch.device", *, as_json: bool) -> None:
 def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
     from loka.kernels.contract import KERNELS
     from loka.kernels.device import device_of, model_dtype
-    from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
+    from loka.measure.gemm import measure_site
+    from loka.measure.parts import SiteTensors, baseline_kernel
+    from loka.numerics.formats import format_of
 
     dtype = model_dtype(where)
     _require_memory(site, where)
@@ -93,7 +95,7 @@ def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
         print(msgspec.json.encode(rows).decode())
         return
     out = console()
-    out.print(_measured_table(rows, baseline_kernel(dtype), f"{site} on {device_of(where)}, a {dtype} model"))
+    out.print(_measured_table(rows, baseline_kernel(format_of(dtype)), f"{site} on {device_of(where)}, a {dtype} model"))
     _print_reasons(out, [(row.kernel, row.role, row.why_not) for row in rows if row.why_not])
     out.print("whole = casts of activations and gradients + GEMM; the cast of w is paid once a step, never when serving")
 

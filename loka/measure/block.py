@@ -22,8 +22,9 @@ from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Scaling
 from loka.core.record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
+from loka.kernels.providers.torch_casts import room_to_compile
 from loka.kernels.triton.share import has_powers
-from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block, room_to_compile
+from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
 from loka.measure.failure import told
 from loka.measure.timing import copies_past_cache, time_together

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from loka.core.gemm import SiteShape
-from loka.measure.block_parts import room_to_compile
+from loka.kernels.providers.torch_casts import room_to_compile
 from loka.measure.block_ways import WAYS, BlockInputs, Way
 from loka.measure.failure import told
 from loka.measure.side_by_side import WorkerLost, prepared_side_by_side

@@ -168,11 +168,6 @@ def _entry_calls(shape: BlockShape, entry_block: int, x_MK: Tensor) -> dict[str,
     }
 
 
-def room_to_compile() -> AbstractContextManager[object]:
-    """A model, or a benchmark, has more shapes of blocks than torch's limit on compilations of one function."""
-    return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
-
-
 def _copy(block: FusedBlock) -> FusedBlock:
     bias = None if block.bias is None else nn.Parameter(block.bias.detach().clone())
     return FusedBlock(nn.Parameter(block.weight.detach().clone()), bias, block.norm, block.activation)

@@ -8,12 +8,10 @@ from collections.abc import Iterable
 from functools import partial
 
 import msgspec
-import torch
 
 from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
 from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
-from loka.measure import parts
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.timing import Candidate, Timing, time_together
@@ -55,11 +53,6 @@ def measure_site(
             gemm_time, whole_time = times.get(f"{option.kernel} gemm"), times.get(f"{option.kernel} whole")
             measurements.append(GemmMeasurement(option.kernel, role, site, recipe, None, cast_us, gemm_time, whole_time, error))
     return measurements
-
-
-def baseline_kernel(dtype: torch.dtype) -> str:
-    """What a model of ``dtype`` runs on without LoKA."""
-    return parts.baseline_kernel(format_of(dtype))
 
 
 def _try(site_parts: SiteParts, option: Option, site: SiteShape) -> ErrorReport | str:

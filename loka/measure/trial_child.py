@@ -12,7 +12,8 @@ import torch
 
 from loka.core.gemm import Role
 from loka.kernels.contract import KERNELS
-from loka.measure.block_parts import block_calls, random_block, room_to_compile
+from loka.kernels.providers.torch_casts import room_to_compile
+from loka.measure.block_parts import block_calls, random_block
 from loka.measure.failure import told
 from loka.measure.parts import SHARERS, Option, SiteParts, SiteTensors, is_worth_sharing
 from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial

@@ -13,8 +13,8 @@ from loka.kernels.contract import KERNELS
 from loka.kernels.operand import Form, Operand
 from loka.kernels.providers.reference import Reference
 from loka.measure.error import OptionError
-from loka.measure.gemm import SiteTensors, baseline_kernel, measure_site
-from loka.measure.parts import Option, SiteParts
+from loka.measure.gemm import measure_site
+from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel
 from loka.measure.timing import copies_past_cache, time_together
 from loka.numerics.metrics import measure_error
 
@@ -102,8 +102,8 @@ class TestMeasureSite:
         assert row.gemm is row.error is None
 
     def test_baseline_is_the_models_own_precision(self) -> None:
-        assert baseline_kernel(torch.bfloat16) == "torch.bf16"
-        assert baseline_kernel(torch.float32) == "torch.fp32"
+        assert baseline_kernel(Format.BF16) == "torch.bf16"
+        assert baseline_kernel(Format.FP32) == "torch.fp32"
 
 
 def test_a_weight_s_cast_is_timed_as_it_is_made_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
@@ -85,6 +86,11 @@ def _pad(x: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     return F.pad(x, (0, missing_cols, 0, missing_rows)) if missing_rows or missing_cols else x
 
 
+def room_to_compile() -> AbstractContextManager[object]:
+    """A model, or a benchmark, has more kinds of casts and blocks than torch's limit on compilations of one function."""
+    return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
+
+
 @cache
 def _compiler() -> Callable[[Tensor, tuple[Form, ...]], list[tuple[Tensor, Tensor]]]:
     return torch.compile(quantize_forms, fullgraph=True, dynamic=False)
@@ -100,8 +106,7 @@ def _compiled_cast(x: Tensor, forms: tuple[Form, ...]) -> list[tuple[Tensor, Ten
     key = (x.shape, x.stride(), x.dtype, x.device, forms)
     if key in _compiled_for:
         return _compiler()(x, forms)
-    # A model has more kinds of casts than torch's limit on compilations of one function.
-    with torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
+    with room_to_compile():
         parts = _compiler()(x, forms)
     _compiled_for.add(key)
     return parts
