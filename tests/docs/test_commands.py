@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import loka
 from loka.cli import app
 from loka.core.errors import InvalidInput
 
@@ -104,10 +105,28 @@ def test_the_example_runs(tmp_path: Path) -> None:
     }
 
 
+def headings(page: Path) -> set[str]:
+    """As links name them: lower case, without punctuation, spaces as hyphens."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in found}
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+        for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            if target.startswith("http"):
+                continue
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name} links to {target}"
+            assert not heading or heading in headings(there), f"{page.name} links to {target}#{heading}"
+
+
+def test_every_public_name_is_explained() -> None:
+    page = (ROOT / "docs/how-it-works.md").read_text()
+    names = re.search(r"^\*\*Names\.\*\*.*?\n\n(.*?)\n\n", page, re.DOTALL | re.MULTILINE)
+    assert names
+    explained = [name for row in names[1].splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(explained) == sorted(set(loka.__all__) - {"__version__"})
 
 
 def test_make_demo_runs_the_demo() -> None:
