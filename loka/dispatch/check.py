@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -120,44 +120,26 @@ def check_plan(
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
         _require_repeatable(high, losses(model, held_out, loss), max(limit, LEAST_DIFFERENCE) * abs(baseline_loss))
         rounds: list[Round] = []
-        alone: dict[str, LossChange] = {}
-        changed: set[str] = set()  # sites that run on other kernels than when they were asked
-        alone_in_gradients: dict[str, GradientChange] = {}
+        alone = _Alone(trial, high)
         while True:
             planned = [site for site in plan.sites if site.is_low_precision]
             tried = trial.whole(plan, high, limit)
             if tried.speedup is not None and (not planned or tried.speedup >= min_speedup):
-                return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone)
-            if tried.speedup is None and tried.gradients is not None:
-                alone_in_gradients |= {
-                    site.site: trial.gradients_alone(plan, site.site) for site in planned if site.site not in alone_in_gradients
-                }
-                worst = max((site.site for site in planned), key=lambda name: alone_in_gradients[name].error)
-                off, by_itself = tried.gradients, alone_in_gradients[worst]
-                why = (
-                    f"the plan puts gradients of {off.module} off by {off.error:.0%} of their size, and this site by itself "
-                    f"those of {by_itself.module} by {by_itself.error:.0%}"
-                )
-                gone = (worst,)
-                plan = plan.giving_back({worst: f"given back by check_plan: {why}"})
-            elif tried.speedup is None:
-                rounding = [site for site in planned if site.rounds_forward] or planned
-                unknown = [site.site for site in rounding if site.site not in alone or site.site in changed]
-                alone |= {name: trial.alone(plan, name, high) for name in unknown}
-                changed -= set(unknown)
-                gone = too_costly(rounding, alone, tried.change, limit)
-                whole = f"the whole plan did {tried.change.rounding:.3%} ({tried.change.whole:+.3%})"
-                plan = plan.giving_back_forward(
-                    {name: f"given back by check_plan: alone it costs {alone[name]}, and {whole}" for name in gone}
-                )
-                changed |= set(gone)
-                for name in gone:
-                    alone_in_gradients.pop(name, None)
+                return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone.changes)
+            if tried.speedup is not None:
+                plan, gone = _without_slow(plan, planned, tried.speedup)
+            elif tried.gradients is not None:
+                plan, gone = alone.without_worst_gradients(plan, planned, tried.gradients)
             else:
-                gone = too_slow(planned)
-                why = f"the whole plan ran {tried.speedup:.2f}× as fast as high precision, and this site saves little"
-                plan = plan.giving_back(dict.fromkeys(gone, f"given back by check_plan: {why}"))
+                plan, gone = alone.without_costly_forwards(plan, planned, tried.change, limit)
             rounds.append(replace(tried, gave_back=gone))
+
+
+def _without_slow(plan: Plan, planned: Sequence[SitePlan], speedup: float) -> tuple[Plan, tuple[str, ...]]:
+    """The plan without the sites that save least, and which those are."""
+    gone = too_slow(planned)
+    why = f"the whole plan ran {speedup:.2f}× as fast as high precision, and this site saves little"
+    return plan.giving_back(dict.fromkeys(gone, f"given back by check_plan: {why}")), gone
 
 
 def _what_of_it(site: SitePlan) -> str:
@@ -278,6 +260,47 @@ class _Trial:
         if next(self.model.parameters()).device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+@dataclass
+class _Alone:
+    """What planned sites do by themselves, each asked once, and which of them go for it."""
+
+    trial: _Trial
+    high: list[float]
+    changes: dict[str, LossChange] = field(default_factory=dict)
+    gradients: dict[str, GradientChange] = field(default_factory=dict)
+    moved: set[str] = field(default_factory=set)  # sites that run on other kernels than when their loss was asked for
+
+    def without_worst_gradients(
+        self, plan: Plan, planned: Sequence[SitePlan], off: GradientChange
+    ) -> tuple[Plan, tuple[str, ...]]:
+        """The plan without the site whose gradients by itself are furthest off, and which that is."""
+        unknown = [site.site for site in planned if site.site not in self.gradients]
+        self.gradients |= {name: self.trial.gradients_alone(plan, name) for name in unknown}
+        worst = max((site.site for site in planned), key=lambda name: self.gradients[name].error)
+        by_itself = self.gradients[worst]
+        why = (
+            f"the plan puts gradients of {off.module} off by {off.error:.0%} of their size, and this site by itself "
+            f"those of {by_itself.module} by {by_itself.error:.0%}"
+        )
+        return plan.giving_back({worst: f"given back by check_plan: {why}"}), (worst,)
+
+    def without_costly_forwards(
+        self, plan: Plan, planned: Sequence[SitePlan], whole: LossChange, limit: float
+    ) -> tuple[Plan, tuple[str, ...]]:
+        """The plan with the forward passes given back that cost too much of the loss, and of which sites those are."""
+        rounding = [site for site in planned if site.rounds_forward] or planned
+        unknown = [site.site for site in rounding if site.site not in self.changes or site.site in self.moved]
+        self.changes |= {name: self.trial.alone(plan, name, self.high) for name in unknown}
+        self.moved -= set(unknown)
+        gone = too_costly(rounding, self.changes, whole, limit)
+        what = f"the whole plan did {whole.rounding:.3%} ({whole.whole:+.3%})"
+        reasons = {name: f"given back by check_plan: alone it costs {self.changes[name]}, and {what}" for name in gone}
+        self.moved |= set(gone)
+        for name in gone:
+            self.gradients.pop(name, None)
+        return plan.giving_back_forward(reasons), gone
 
 
 def _room_to_compile(model: nn.Module) -> AbstractContextManager[object]:
