@@ -26,7 +26,7 @@ def file_in(run: str | os.PathLike[str], name: str) -> Path:
 
 
 def is_older(file: Path, *, than: Path) -> bool:
-    """Whether it was written before the other, by their dates; not where there is no other."""
+    """Whether ``file`` was written before ``than``; False where there is no ``than``."""
     return than.exists() and file.stat().st_mtime_ns < than.stat().st_mtime_ns
 
 

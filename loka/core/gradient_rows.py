@@ -81,7 +81,7 @@ def _main_direction(unit_RN: "Tensor") -> "Tensor":
 
 
 def sign_of(values: "Tensor") -> "Tensor":
-    """1 for 0 too: a number without a sign would be none at all."""
+    """±1, and 1 for 0: a sign of 0 would make 0 of what it is multiplied with."""
     return 1 - 2 * (values < 0).to(values.dtype)
 
 

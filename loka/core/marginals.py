@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LEVELS = {Covariance.FULL: 129, Covariance.BLOCKS: 129, Covariance.LOW_RANK: 33}
 REACH = 3.5  # the outermost levels in standard deviations: one row in 2,100 lies beyond, and is drawn as if it lay there
 HERMITE_TERMS = 12
-GOLDEN = (5**0.5 - 1) / 2  # its multiples, without what is before the point, fill the range from 0 to 1 evenly
+GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples fill the range from 0 to 1 evenly
 _STEPS, _HALVINGS = 5, 8  # of Newton's method, and of bisection
 _CHUNK = 8192  # features at a time
 _FLATTEST = 0.05  # least slope in it: where features say nothing of each other, a steeper step would only overshoot

@@ -12,7 +12,7 @@ from loka.nn.fused_block import FusedBlock
 from loka.nn.stand_in import give_back_attributes, why_not_stood_in_for
 from loka.nn.unwrap import unwrapped
 
-# Of calls alone: those of state dicts are a stand-in's own.
+# Hooks on calls. Those on state dicts are not carried over: a stand-in has its own.
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),

@@ -216,8 +216,8 @@ def is_compiled(form: Form, problem: CastProblem) -> bool:
 
 
 def is_worth_sharing(a: Form, b: Form) -> bool:
-    """Whether a cast into both forms at once is worth a kernel of its own. Scales of tiles go with scales of tiles: beside
-    others they are for rare sites, and half of all pairs."""
+    """Whether a cast into both forms at once is worth a kernel of its own. Scales of tiles are paired with scales of tiles
+    only: pairs with others are half of all, and few sites would choose one."""
     are_8bit = a.spec.format.is_8bit and b.spec.format.is_8bit
     return are_8bit and a.transform is b.transform and _is_tiled(a) == _is_tiled(b)
 

@@ -127,10 +127,10 @@ def _triton_knobs(device: str) -> Any:
 
 
 def _assembler(knobs: Any, device: str) -> str:
-    """The one whose version this process has in the names of its kernels, for children to find the same names.
+    """The ptxas whose version is in the names of this process's compiled kernels, so that children look for the same names.
 
-    torch.compile hands Triton another in each process that it compiles in, and Triton asks for the version once: here that
-    may have been before, in a child it will be behind.
+    torch.compile hands Triton another ptxas in each process that it compiles in, and Triton asks for the version once: in this
+    process perhaps before that, in a child after it.
     """
     from triton.backends.nvidia.compiler import get_ptxas_version
 

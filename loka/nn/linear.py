@@ -88,8 +88,8 @@ class LokaLinear(nn.Linear):
     @torch.inference_mode(False)  # in which a cast could not be written again outside of it
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
-        """Cast the weight again, into the buffers that are there. One of a dtype that nothing casts has no casts: raising here
-        would leave the model that is being converted half so."""
+        """Cast the weight again, into the buffers that are there. A weight of a dtype that no caster reads has no casts: an
+        error here would leave a model that is being converted half converted."""
         if not is_format(self.weight.dtype):
             drop_casts(self)
             return

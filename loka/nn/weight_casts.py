@@ -214,13 +214,15 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for holder in list(_holders):
         if id(holder._parameters.get("weight")) in moved:  # not .weight: parametrized since, it would be made, and may draw
-            with _unnoticed_where_still(holder):
+            with _versions_kept_if_unmoved(holder):
                 holder.recast_after_step()
 
 
-def _unnoticed_where_still(holder: Any) -> AbstractContextManager[None]:
-    """An optimizer leaves alone what has no gradient. Its casts come out as they were, and a backward pass that is still to
-    come may read them: autograd shall not take them for others. (Not casting them would miss who writes ``.data``.)"""
+def _versions_kept_if_unmoved(holder: Any) -> AbstractContextManager[None]:
+    """Within it, autograd does not notice that the casts of a weight are written again, if its optimizer has not moved it.
+
+    An optimizer skips what has no gradient. The casts of such a weight come out as they were, and a backward pass that is still
+    to come may read them. (Not casting them at all would miss writes to ``.data``.)"""
     known: _CastOf | None = vars(holder).get(CAST_OF)
     if holder.weight.grad is not None or known is None or known.mark != _mark_of(holder.weight):
         return nullcontext()

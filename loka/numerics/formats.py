@@ -22,8 +22,8 @@ class FormatInfo:
 
     @property
     def max(self) -> float:
-        """By torch's own word, which ``torch.compile(dynamic=True)`` takes for a constant. A field it makes an input of the
-        graph, and stops at the second site that reads it."""
+        """Asked of torch and not kept in a field: ``torch.compile(dynamic=True)`` takes torch's answer for a constant, but
+        makes an input of the graph of a field, and fails at the second site that reads it."""
         return torch.finfo(self.dtype).max if self.dtype.is_floating_point else float(torch.iinfo(self.dtype).max)
 
 

@@ -53,7 +53,7 @@ def amax(x: Tensor, scaling: Scaling) -> Tensor:
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     """The scale that maps ``amax`` onto the format's maximum: 1 for an amax of 0, NaN for one that is not finite."""
     largest = torch.full_like(amax, info(format).max)  # a tensor: by a number, torch multiplies with its inverse on a GPU
-    # A subnormal scale loses bits, or is flushed to zero. Asked for here, for the reason that a format's maximum is.
+    # A subnormal scale loses bits, or is flushed to zero. The limit is asked of torch, as ``FormatInfo.max`` is.
     scale = (amax / largest).clamp(min=torch.finfo(torch.float32).smallest_normal)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(amax.isfinite(), scale, math.nan)

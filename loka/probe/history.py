@@ -9,7 +9,8 @@ LONGEST = 256
 
 
 class History:
-    """Numbers at even intervals from the first on. When there are too many, every second goes, and half as many come on.
+    """Numbers at even intervals from the first on. When there are too many, every second one is dropped, and half as
+    many are taken from then on.
 
     They stay on their device until they are asked for: the host does not wait.
     """

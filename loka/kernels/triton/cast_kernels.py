@@ -295,8 +295,8 @@ def over_strips_kernel(strips_ptr, result_ptr, strips, size, STRIPS: tl.constexp
 @triton.jit(do_not_specialize=["size"])
 def remember_kernel(seen_ptr, last_ptr, outgrown_ptr, size, LENGTH: tl.constexpr, ONE: tl.constexpr):
     """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again. Each program says whether the last
-    ones do not fit what was seen by its own: too small, thirty times too large, or no numbers. ONE: all are of one amax, seen
-    in several places."""
+    ones do not fit what was seen by its own: too small, 32 times too large (they are doubled), or no numbers. ONE: all are of
+    one amax, seen in several places."""
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
     inside = index < size

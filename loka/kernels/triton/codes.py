@@ -30,9 +30,9 @@ FOUR_TO_E4M3 = tl.constexpr("""{
 
 @triton.jit
 def wait_for_kernels_before():
-    """Our kernels are launched (``launch_pdl``) while the one before them still runs, and get ready; from here on its results
-    are there. It stands before all reads and writes, but in kernels of a cast that know better (``cast_kernels``), and in every
-    kernel: who waits for one relies on those before it to have ended too."""
+    """Our kernels are launched while the one before them still runs (``launch_pdl``), and get ready; from here on its results
+    are there. Every kernel calls it before its first read or write (``cast_kernels`` says where a cast may read earlier): a
+    kernel that waits for the one before it relies on that one to have waited for all before."""
     if not INTERPRETED:
         gdc_wait()
 

@@ -92,10 +92,11 @@ def _compiled_launch(
 
 @functools.cache
 def name_kernels() -> None:
-    """Give all our kernels the names that Triton keeps them on disk by, in one order.
+    """Make the names (cache keys) by which Triton keeps our compiled kernels on disk, of all of them and always in one order.
 
-    A name is made of the sources of a kernel and of what it calls, and of the constants of those; but of one that has no name
-    yet, it leaves out the constants. So it says what was compiled before, and no other process would find the kernel by it.
+    A name is made from the sources of a kernel and of the functions it calls, and from the constants they use; but constants of
+    a function that has no name yet are left out. Made one by one, names would depend on what a process has compiled before, and
+    another process would not find the kernels.
     """
     import triton
 
@@ -108,7 +109,8 @@ def name_kernels() -> None:
 
 
 def _specialized_on(arg: object) -> object:
-    """What of an argument Triton compiles for. Of numbers it is less than the value: then kernels are found by more."""
+    """What Triton specializes a kernel on, of one argument. For a number that is less than its value, which is taken here: one
+    compiled kernel may be known under several keys."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16
     base = getattr(arg, "base", None)  # of a descriptor, whose tile is among the constants
