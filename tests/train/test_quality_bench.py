@@ -186,8 +186,11 @@ class TestChart:
         assert len(list(root.iter(f"{SVG}polygon"))) == 1
         assert {"a < b", "c", "t & t", "step", "%"} <= {text.text for text in root.iter(f"{SVG}text")}
 
-    def test_of_nothing_is_still_a_picture(self):
-        ElementTree.fromstring(line_chart([Line("one", [1], [0.0])], title="", x_label="", y_label=""))
+    @pytest.mark.parametrize("lines", [[], [Line("one", [1], [0.0])]], ids=["nothing", "one point"])
+    def test_of_nothing_and_of_one_point_is_still_a_picture(self, lines):
+        root = ElementTree.fromstring(line_chart(lines, title="", x_label="", y_label=""))
+        assert root.tag == f"{SVG}svg"
+        assert [curve.attrib["points"].count(",") for curve in root.iter(f"{SVG}polyline")] == [1] * len(lines)
 
 
 class TestJobs:
