@@ -16,11 +16,11 @@ from loka.core.record import Record, SiteRecord
 from loka.core.survey import SiteSurvey, Struct
 
 SCHEMA = "loka.survey-partial/2"
-FILE = "survey.partial.json"
+FILE = "survey.partial.jsonl"
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first line of survey.partial.json."""
+    """The first line of survey.partial.jsonl."""
 
     schema: str
     identity: str

@@ -74,7 +74,7 @@ class TestResuming:
     def interrupt(self, run: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             measure(record_of(*self.sites), kernels=TRUSTED, out=run, progress=_Interrupted(after=2))
-        assert [path.name for path in run.iterdir()] == ["survey.partial.json"]
+        assert [path.name for path in run.iterdir()] == ["survey.partial.jsonl"]
 
     def measured(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names: list[str] = []
@@ -100,7 +100,7 @@ class TestResuming:
         self, end: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.interrupt(tmp_path)
-        partial = tmp_path / "survey.partial.json"
+        partial = tmp_path / "survey.partial.jsonl"
         partial.write_bytes(partial.read_bytes()[:end])
         names = self.measured(monkeypatch)
         with pytest.raises(KeyboardInterrupt):
@@ -113,7 +113,7 @@ class TestResuming:
     def test_what_is_no_measurement_of_this_kind_is_measured_again(
         self, text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "survey.partial.json").write_bytes(text)
+        (tmp_path / "survey.partial.jsonl").write_bytes(text)
         names = self.measured(monkeypatch)
         measure(record_of(*self.sites), kernels=TRUSTED, out=tmp_path)
         assert names == ["a", "b", "c"]
