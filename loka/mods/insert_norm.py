@@ -36,6 +36,8 @@ class InsertNorm:
         if len(widths) > 1:
             return f"serves layers of widths {', '.join(map(str, widths))}: give each an activation of its own"
         graph = place.found.graph
+        if place.name in graph.read_past:
+            return "works in place, and forward goes on with what it was given: go on with what it gives"
         sites = {block.site for block in blocks}
         in_front = [graph.calls[read].name for call in graph.calls_of(place.name) for read in graph.calls[call].reads]
         others = [name for name in in_front if name not in sites]

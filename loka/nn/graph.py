@@ -57,6 +57,7 @@ class Graph:
     method: Method
     untraceable: dict[str, str]  # modules whose forward could not be traced → why; empty for a whole graph
     parameters_read: dict[str, str]  # parameters that a function reads past their own module → that function's name
+    read_past: frozenset[str] = frozenset()  # modules that change their input in place, where that is read, not what they give
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

@@ -46,7 +46,7 @@ def record_run(model: nn.Module, given: Arguments) -> Graph:
         with recorder:
             output = model(*given.args, **given.keywords)
         recorder.close(output)
-    return Graph(tuple(recorder.calls), Method.RUN, {}, recorder.parameters_read)
+    return Graph(tuple(recorder.calls), Method.RUN, {}, recorder.parameters_read, frozenset(recorder.read_past))
 
 
 class _Recorder(TorchFunctionMode):
@@ -56,6 +56,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.parameters_read: dict[str, str] = {}
+        self.read_past: set[str] = set()
         self._model = model
         self._parameters: defaultdict[int, list[str]] = defaultdict(list)  # all names of each
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -63,6 +64,7 @@ class _Recorder(TorchFunctionMode):
         self._constants = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}  # and what is made of them alone
         self._maker: dict[int, int] = {}  # id of a tensor → the call that made it
         self._owner: dict[int, int] = {}  # address of memory → the call that gave it, or that last wrote there
+        self._in_place: dict[int, str] = {}  # id of a tensor → the module that changed it in place
         self._alive: list[Tensor] = []  # as long as a tensor lives, its id is its own
         self._inside = [""]
         self._leaf: nn.Module | None = None  # the leaf module now running, whose inner workings are not recorded
@@ -104,16 +106,27 @@ class _Recorder(TorchFunctionMode):
             elif self._leaf is None:
                 self._inside.append(name)
 
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
             if kind is None and self._leaf is None:
                 self._inside.pop()
+            elif self._leaf is module and isinstance(module, nn.Identity):
+                self._leaf = None  # it hands on the very tensor, with the call that made it
             elif self._leaf is module:
+                given, made = (list(_tensors_in(value)) for value in ((args, kwargs), output))
+                self._record(kind or Kind.OTHER, name, True, given, made)
+                told_apart = self._told_apart(name, output) if _is_among(output, given) else None
                 self._leaf = None
-                if not isinstance(module, nn.Identity):  # it hands on the very tensor, with the call that made it
-                    given, made = (list(_tensors_in(value)) for value in ((args, kwargs), output))
-                    self._record(kind or Kind.OTHER, name, True, given, made)
+                return told_apart
+            return None
 
         return enter, leave
+
+    def _told_apart(self, name: str, written: Tensor) -> Tensor:
+        """What a module gives that wrote to what it was given: the same values, told from those who go on with that."""
+        given = written.detach()
+        self._remember(given, len(self.calls) - 1)
+        self._in_place[id(written)] = name
+        return given
 
     def _record_function(
         self, raw_name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor], written: list[Tensor], output: Any
@@ -160,6 +173,8 @@ class _Recorder(TorchFunctionMode):
 
         One that came out of nowhere may lie in memory that is known (from numpy, or behind ``torch.vmap``).
         """
+        if id(tensor) in self._in_place:
+            self.read_past.add(self._in_place[id(tensor)])
         made, owner = self._maker.get(id(tensor)), self._owner.get(_address(tensor))
         if made is not None:
             return made if owner is None else max(made, owner)

@@ -220,6 +220,33 @@ class TestLeftAlone:
         report = loka.apply_mods(nn.Sequential(nn.Linear(4, 1), nn.ReLU(), nn.Linear(1, 2)), "insert_norm")
         assert reasons(report) == {"insert_norm 1": "stands behind the prediction head 0"}
 
+    @pytest.mark.parametrize("with_example", [False, True])
+    @pytest.mark.parametrize("goes_on", ["reads", "keeps"])
+    def test_an_activation_in_place_whose_input_is_read_behind_it(self, goes_on: str, with_example: bool) -> None:
+        class Drops(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.act, self.top, self.head = (
+                    nn.Linear(6, 8),
+                    nn.ReLU(inplace=True),
+                    nn.Linear(8, 8),
+                    nn.Linear(8, 1),
+                )
+
+            def forward(self, x: Tensor) -> Tensor:
+                x = self.first(x)
+                y = self.act(x)
+                self.kept = x.detach() if goes_on == "keeps" else None
+                return self.head(self.top(y if goes_on == "keeps" else x))
+
+        model, x = Drops(), torch.randn(4, 6)
+        expected = model(x)
+        report = loka.apply_mods(model, "insert_norm", example=(x,) if with_example else None)
+        assert not report.changes
+        why = {"insert_norm act": "works in place, and forward goes on with what it was given: go on with what it gives"}
+        assert reasons(report) == (why if with_example else {})  # a trace shows two that read the layer
+        assert torch.equal(model(x), expected)
+
 
 class TestKeep:
     def test_names_patterns_and_all_inside(self, mlp: nn.Sequential) -> None:
