@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from loka.mods.contract import MODS, Place
+from loka.mods.contract import MODS, Place, why_not_this_type
 from loka.nn.block_norm import BlockNorm
 from loka.nn.blocks import Block
 from loka.nn.graph import Kind
@@ -29,6 +29,8 @@ class InsertNorm:
         return isinstance(place.module, ACTIVATIONS) and bool(_blocks_in_front(place))
 
     def why_not(self, place: Place) -> str | None:
+        if reason := why_not_this_type(place.module, *ACTIVATIONS):
+            return reason
         blocks = _blocks_in_front(place)
         widths = sorted({block.out_features for block in blocks})
         if any(block.is_head for block in blocks):

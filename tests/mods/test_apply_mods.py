@@ -101,6 +101,25 @@ class TestLeftAlone:
             "no_bias 5": "is a prediction head: it has one output",
         }
 
+    def test_an_activation_that_may_take_more_or_give_more(self) -> None:
+        class Gated(nn.SiLU):
+            def forward(self, input: Tensor, gate: float = 1.0) -> Tensor:
+                return gate * super().forward(input)
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.act, self.top, self.head = nn.Linear(6, 8), Gated(), nn.Linear(8, 8), nn.Linear(8, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(self.top(self.act(self.first(x), 100.0)))
+
+        model, x = Model(), torch.randn(4, 6)
+        expected = model(x)
+        report = loka.apply_mods(model, "insert_norm")
+        assert reasons(report)["insert_norm act"].startswith("is a Gated: only torch.nn.ReLU and torch.nn.LeakyReLU and ")
+        assert torch.equal(model(x), expected)
+
     def test_a_norm_that_holds_more_and_one_that_says_more(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
         model[1].gain, model[3].mult = nn.Parameter(torch.ones(4)), 2.0  # type: ignore[assignment]
