@@ -27,6 +27,8 @@ class BlockNorms:
         shape = _normalized_shape(module)
         if len(shape) != 1:
             return f"normalizes the last {len(shape)} axes {shape} together, a BlockNorm the blocks of one axis"
+        if not (eps := _eps(module)) > 0:
+            return f"has an eps of {eps:g}: a BlockNorm's is above 0, or a row of zeros would be 0/0"
         return None
 
     def change(self, place: Place) -> tuple[str, str]:
@@ -38,10 +40,13 @@ class BlockNorms:
         return tuple(name for name, _ in place.module.named_parameters(recurse=False))
 
     def replace(self, place: Place) -> BlockNorm:
-        eps = getattr(place.module, "eps", None)
-        if eps is None:  # RMSNorm's default: the input's own rounding, here of float32 as are the statistics
-            eps = torch.finfo(torch.float32).eps
-        return BlockNorm(_normalized_shape(place.module)[0], eps=eps)
+        return BlockNorm(_normalized_shape(place.module)[0], eps=_eps(place.module))
+
+
+def _eps(module: nn.Module) -> float:
+    """RMSNorm's default is the input's own rounding, here that of float32, as the statistics are."""
+    eps = getattr(module, "eps", None)
+    return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...]:

@@ -158,6 +158,13 @@ class TestLeftAlone:
             "block_norm 0": "normalizes the last 2 axes (3, 4) together, a BlockNorm the blocks of one axis"
         }
 
+    @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+    def test_a_norm_without_eps(self, norm: type[nn.LayerNorm | nn.RMSNorm]) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), norm(4, eps=0.0), nn.Linear(4, 4), norm(4), nn.Linear(4, 1))
+        report = loka.apply_mods(model, "block_norm")
+        assert changed(report) == ["block_norm 3"]
+        assert reasons(report) == {"block_norm 1": "has an eps of 0: a BlockNorm's is above 0, or a row of zeros would be 0/0"}
+
     def test_parts_of_torchs_own_modules(self) -> None:
         model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(24, 1))
         report = loka.apply_mods(model)
