@@ -1,6 +1,7 @@
 """``apply_mods``: find what can be changed, say so, change it."""
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -120,7 +121,8 @@ def _plan(
     inside_torch, frozen = names_inside_torch(model), _frozen(model)
     steps: list[_Step] = []
     left_alone: list[LeftAlone] = []
-    gone: dict[str, nn.Parameter] = {}
+    gone: set[str] = set()
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for mod_name, mod in chosen.items():
         for name, module in model.named_modules():
             place = Place(name, module, found)
@@ -139,9 +141,10 @@ def _plan(
             removed = tuple(parameter for parameter in removes if parameter not in gone)
             if removes and not removed:  # an earlier Mod has taken them already
                 continue
-            counted = set(map(id, gone.values()))  # a parameter that two layers share is one
-            gone |= {parameter: model.get_parameter(parameter) for parameter in removed}
-            n_removed = sum(gone[parameter].numel() for parameter in removed if id(gone[parameter]) not in counted)
+            gone.update(removed)
+            parameters = [model.get_parameter(parameter) for parameter in removed]
+            holders.subtract(map(id, parameters))
+            n_removed = sum(parameter.numel() for parameter in parameters if not holders[id(parameter)])  # others may hold it
             steps.append(_Step(mod, place, Change(mod_name, name, *mod.change(place), removed, n_removed)))
     return steps, left_alone
 

@@ -123,6 +123,15 @@ def test_a_shared_bias_is_counted_once() -> None:
     assert "8 of 133 parameters" in str(report)
 
 
+def test_a_bias_that_a_head_keeps_is_not_counted() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
+    model[1].bias = model[3].bias
+    before = sum(parameter.numel() for parameter in model.parameters())
+    report = loka.apply_mods(model, ["no_bias"])
+    assert [change.removed for change in report.changes] == [("1.bias",)]
+    assert report.n_removed == before - sum(parameter.numel() for parameter in model.parameters()) == 0
+
+
 def test_how_large_the_inputs_are_is_not_lost() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 300), nn.LayerNorm(300), nn.SiLU(), nn.Linear(300, 1)).double()
