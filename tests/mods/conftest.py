@@ -1,6 +1,8 @@
 """Models that Mods are tried on: our four, and one that a user might write."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from loka.data.batch import Batch, FeatureSchema
 from loka.models.recommender import Recommender
 from loka.models.registry import build_model
 
+sys.path.insert(0, str(Path(__file__).parent))  # report_lines, which test files of this folder share
 SCHEMA = FeatureSchema(n_dense=3, onehot_sizes=(7, 11), multihot_sizes=(5,), bag_length=3, sequence_size=9, sequence_length=4)
 
 
