@@ -3,7 +3,9 @@
 The kernels cannot run here: blocks compute by their high-precision reference, so that any difference is of what was fused.
 """
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +19,12 @@ import loka
 from loka.core.errors import KernelUnavailable
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
-from loka.core.plan import BlockPlan
+from loka.core.plan import BlockPlan, Goal
 from loka.core.recipe import Format
 from loka.core.record import Record, SiteRecord
 from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Survey, SurveyDocument
 from loka.dispatch.apply import give_back
+from loka.kernels.executor import SiteKernels
 from loka.measure.block import _may_be_block, block_shape
 from loka.measure.block_parts import build_block
 from loka.nn.fused_block import FusedBlock
@@ -54,6 +57,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by a view": lambda x, _: (x.view(-1).mul_(0.5), x)[1],
 }
 KEEPS = ("kept", "beside")  # the tensor is in an attribute, and in the output
+BY_WEIGHT = "by its weight"  # through a layer, past its module
 # A layer with what a block may absorb, more often than chance would put it together.
 USUAL = [
     ["linear", "norm", "hard swish"],
@@ -85,6 +89,8 @@ class Random(nn.Module):
                 self.kept = x
             elif name == "beside":
                 beside = beside + x.sin().mean()
+            elif name == BY_WEIGHT:
+                x = F.linear(x, self.shared["linear"].weight)  # type: ignore[arg-type]
             else:
                 x = FUNCTIONS[name](x, made[which % len(made)])
             made.append(x)
@@ -166,3 +172,47 @@ def test_what_is_fused_computes_what_it_did(steps: list[Step], number: int) -> N
             torch.testing.assert_close(outcome(model, x), expected, rtol=1e-4, atol=1e-6)
         loka.restore(model)
         torch.testing.assert_close(outcome(model, x), expected, rtol=0, atol=0)
+
+
+def by_int8(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, mean_K: Tensor) -> Tensor:
+    """(x−μ)·wᵀ + μ·wᵀ + b, whose first factors are int8 with a scale for each row."""
+    rows_MK, codes_NK = ((t / (s := t.abs().amax(1, keepdim=True) / 127)).round() * s.double() for t in (x - mean_K, weight_NK))
+    y_MN = rows_MK.double() @ codes_NK.double().t() + weight_NK.double() @ mean_K.double()
+    return (y_MN if bias_N is None else y_MN + bias_N).float()
+
+
+def planned_in_int8(steps: list[Step], seed: int, means: dict[str, Tensor]) -> nn.Module:
+    torch.manual_seed(seed)
+    model = Random(steps).eval()
+    sites = dict.fromkeys((vector.partition("/")[0] for vector in means), SiteKernels.same("reference.int8_rowwise"))
+    loka.apply_plan(model, plan_for(model, sites, goal=Goal.SERVING, vectors=means))
+    return model
+
+
+@settings(max_examples=60)
+@given(steps=random_steps(), reads=st.booleans(), number=st.integers(0, 9), drop=st.booleans())
+@torch.no_grad()
+def test_what_is_served_is_by_int8_at_every_planned_site(steps: list[Step], reads: bool, number: int, drop: bool) -> None:
+    """Frozen with its weights or without, copied, and loaded into another, which is of other weights."""
+    assume(not (reads and drop and any(name == "by rows" for name, _, _ in steps)))  # no trace goes through torch.vmap
+    steps = [*steps, (BY_WEIGHT, 0, False)] if reads else steps
+    torch.manual_seed(number)
+    plain = Random(steps).eval()
+    sites = [name for name, module in plain.named_modules() if isinstance(module, nn.Linear) and name != "head"]
+    means = {f"{site}/center": torch.randint(-8, 9, (WIDTH,)) / 16 for site in sites}
+    model, other = (planned_in_int8(steps, seed, means) for seed in (number, number + 1))
+    for site in sites:
+
+        def hook(module: Any, args: tuple[Tensor], _: Tensor, mean_K: Tensor = means[f"{site}/center"]) -> Tensor:
+            return by_int8(*args, module.weight, module.bias, mean_K)
+
+        plain.get_submodule(site).register_forward_hook(hook)
+    batches = [torch.randn(rows, WIDTH) for rows in (2, 30)]
+    expected = [plain(x.clone()) for x in batches]
+    for one in (model, other):
+        assert set(loka.freeze(one, drop_high_precision=drop).sites) == set(sites)
+        one.kept = None
+    other.load_state_dict(model.state_dict())
+    for served in (model, copy.deepcopy(model), other):
+        for x, y in zip(batches, expected, strict=True):
+            torch.testing.assert_close(served(x.clone()), y, rtol=1e-4, atol=1e-5)
