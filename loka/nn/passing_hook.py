@@ -14,10 +14,7 @@ class PassingHook:
     def __call__(self, *args: Any) -> None:
         self._hook(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Callable[..., None]":
-        return nothing
-
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # which copies are made by, too
         return _nothing, ()
 
 
