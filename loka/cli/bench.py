@@ -41,7 +41,7 @@ def gemm(
     from loka.core.environment import current_command, current_environment
     from loka.core.files import require_folder
     from loka.core.results import write_results
-    from loka.kernels.contract import KERNELS
+    from loka.kernels.contract import KERNELS, is_oracle
     from loka.kernels.device import device_named, device_of, model_dtype
     from loka.measure.gemm import measure_site
     from loka.measure.parts import SiteTensors, baseline_kernel
@@ -51,7 +51,7 @@ def gemm(
     where = device_named(device)
     dtype = model_dtype(where)
     sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)
-    names = kernels or [name for name in KERNELS.names() if not name.startswith("reference.")]
+    names = kernels or [name for name in KERNELS.names() if not is_oracle(name)]
     baseline = baseline_kernel(format_of(dtype))
     names = [baseline, *(KERNELS.get(name).name for name in names if name != baseline)]
     rows: list[GemmMeasurement] = []

@@ -80,7 +80,7 @@ def _list(where: "torch.device", *, as_json: bool) -> None:
 
 
 def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
-    from loka.kernels.contract import KERNELS
+    from loka.kernels.contract import KERNELS, is_oracle
     from loka.kernels.device import device_of, model_dtype
     from loka.measure.gemm import measure_site
     from loka.measure.parts import SiteTensors, baseline_kernel
@@ -88,7 +88,7 @@ def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
 
     dtype = model_dtype(where)
     _require_memory(site, where)
-    names = [name for name in KERNELS.names() if not name.startswith("reference.")]
+    names = [name for name in KERNELS.names() if not is_oracle(name)]
     with Console(stderr=True).status(f"measuring {len(names)} kernels at {site} …"):
         rows = measure_site(site, SiteTensors.random(site, dtype, where), names)
     if as_json:

@@ -52,6 +52,12 @@ def add_kernel(kernel: Kernel) -> None:
     KERNELS.add(kernel.name, kernel)
 
 
+def is_oracle(name: str) -> bool:
+    """Whether the kernel called ``name`` is the oracle, which others are held to and nobody times. Its class says
+    ``is_oracle = True``; others need not mention it."""
+    return getattr(KERNELS.get(name), "is_oracle", False)
+
+
 def why_not(kernel: Kernel, problem: GemmProblem) -> str | None:
     """The whole answer: missing hardware or library, the kernel's own refusal, or padding that cannot pay."""
     if reason := kernel.missing(problem.device):

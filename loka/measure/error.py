@@ -19,6 +19,7 @@ from loka.core.estimate import Estimate
 from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.record import SiteRecord
 from loka.core.survey import GATE
+from loka.kernels.contract import is_oracle
 from loka.kernels.transforms import checked_vector
 from loka.measure.failure import told
 from loka.measure.oracle import Oracle
@@ -186,7 +187,7 @@ def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Or
 
 def _why_nonsense(option: Option, report: ErrorReport, oracle: Oracle) -> str | None:
     """Why a product cannot be what its recipe means, or None."""
-    expected = report.relative_rms if option.kernel.startswith("reference.") else oracle.relative_rms(option)
+    expected = report.relative_rms if is_oracle(option.kernel) else oracle.relative_rms(option)
     if report.relative_rms <= ALLOWED_FACTOR * expected + ALLOWED_MORE:
         return None
     is_fast = option.recipe.accumulation is Accumulation.FAST

@@ -11,6 +11,7 @@ from loka.core.gemm import Role, TensorName
 from loka.core.recipe import Format, Transform
 from loka.core.record import Finding, SiteRecord
 from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
+from loka.kernels.contract import is_oracle
 from loka.kernels.operand import Form
 from loka.measure.block import Blocks
 from loka.measure.error import OptionError, measure_errors, on_device, vector_of
@@ -105,7 +106,7 @@ def suggested_transforms(
 
 def is_worth_timing(option: Option, error: OptionError, baseline: str) -> bool:
     """The oracle has no time of its own, and what no plan can choose needs none."""
-    if error.why_not is not None or option.kernel.startswith("reference."):
+    if error.why_not is not None or is_oracle(option.kernel):
         return False
     return option.kernel == baseline or error.gate < WORTH_TIMING
 

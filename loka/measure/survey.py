@@ -13,7 +13,7 @@ from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record, SiteRecord
 from loka.core.survey import GATE, SiteSurvey, Survey, SurveyDocument
-from loka.kernels.contract import KERNELS
+from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_named, device_of
 from loka.measure.block import Blocks, block_shape, is_fused
 from loka.measure.block_parts import BlockShape
@@ -80,7 +80,7 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
     if kernels is None:
         wider = {baseline_kernel(format) for format in WIDER[record.dtype]}
         names = [name for name in KERNELS.names() if name not in wider]
-        names = [name for name in names if device.type == "cpu" or not name.startswith("reference.")]
+        names = [name for name in names if device.type == "cpu" or not is_oracle(name)]
     else:
         names = [KERNELS.get(name).name for name in ([kernels] if isinstance(kernels, str) else kernels)]
         _require_one(names, device)

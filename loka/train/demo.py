@@ -30,7 +30,7 @@ from loka.dispatch.apply import apply_plan
 from loka.dispatch.check import check_plan
 from loka.dispatch.differences import has_fingerprint
 from loka.dispatch.freeze import freeze
-from loka.kernels.contract import KERNELS
+from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
 from loka.measure.survey import measure
 from loka.models.recommender import Recommender
@@ -307,4 +307,4 @@ def _kernels(device: torch.device) -> list[str] | None:
     """On a CPU 8-bit kernels alone, which is what a demo of 8 bits is about; `loka measure` lets bf16 compete too."""
     if device.type == "cuda":
         return None
-    return [name for name in KERNELS.names() if not name.startswith("reference.") and name != "torch.bf16"]
+    return [name for name in KERNELS.names() if not is_oracle(name) and name != "torch.bf16"]

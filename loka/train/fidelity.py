@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from loka.core.gemm import GemmProblem, Role, SiteShape
 from loka.core.recipe import Format
 from loka.core.record import SiteRecord
-from loka.kernels.contract import KERNELS
+from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.numerics.metrics import FLOOR_AXIS, mere_floored
@@ -172,7 +172,7 @@ def fp8_options(m: int, n: int, k: int) -> tuple[Option, ...]:
         Option(name, role)
         for name, kernel in KERNELS.items()
         for role in Role
-        if name.startswith("reference.")
+        if is_oracle(name)
         and "int8" not in name
         and kernel.why_not(GemmProblem.of(role, SiteShape(m, k, n), Format.FP32, device)) is None
     ]

@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ NAMES = ("faulty.raises", "faulty.nan", "faulty.hangs", "faulty.dies", "faulty.w
 
 @dataclass(frozen=True)
 class Faulty(Reference):
+    is_oracle: ClassVar[bool] = False
+
     @property
     def name(self) -> str:
         return f"faulty.{self.variant}"

@@ -13,7 +13,7 @@ from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format, Scaling
 from loka.kernels.casting import cast
-from loka.kernels.contract import KERNELS, Kernel, multiply, require, why_not
+from loka.kernels.contract import KERNELS, Kernel, is_oracle, multiply, require, why_not
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.providers.reference import Reference
@@ -167,6 +167,24 @@ def test_a_faulty_kernel_fails_the_check(role: Role, fault: str) -> None:
         tensor[-1] = 1.0
     with pytest.raises(AssertionError, match="values are off"):
         check_product(kernel, role, tensors, torch.float32)
+
+
+def test_the_oracle_is_who_says_so_whatever_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's kernel says nothing of it, as docs/add-a-kernel.md has it, and may be called anything."""
+    oracle = {name for name, kernel in KERNELS.items() if isinstance(kernel, Reference)}
+    assert "reference.rowwise" in oracle
+    assert {name for name in KERNELS.names() if is_oracle(name)} == oracle
+
+    class Mine:
+        name = "reference.mine"
+
+    class Renamed(Reference):
+        name = "mine.reference"  # type: ignore[assignment]
+
+    added = (Mine(), Renamed("rowwise", Format.E4M3, Scaling.ROWWISE, Scaling.ROWWISE, Format.E4M3))
+    monkeypatch.setattr(KERNELS, "_entries", {kernel.name: kernel for kernel in added})
+    assert not is_oracle("reference.mine")
+    assert is_oracle("mine.reference")
 
 
 class TestBadInput:

@@ -1,6 +1,7 @@
 """The oracle as a kernel, for every recipe, on every device: slow, and exactly what the recipe says."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from loka.numerics.scaling import Quantized
 @dataclass(frozen=True)
 class Reference:
     """Dequantizes both operands and multiplies in float64."""
+
+    is_oracle: ClassVar[bool] = True
 
     variant: str
     format: Format
