@@ -50,7 +50,7 @@ def _print(survey: "Survey") -> None:
     out.print(_table(survey))
     for site in survey.sites:
         for candidate in site.candidates:
-            if candidate.why_not and candidate.why_not.startswith(("failed", "returned", "hung", "ended")):
+            if candidate.fault:
                 out.print(f"left out: {candidate.kernel} at {site.site} {candidate.role}: {candidate.why_not}", highlight=False)
 
 

@@ -5,6 +5,7 @@ Times are medians in µs by M, the rows of a call. A plan adds them up: the cast
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -32,6 +33,15 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     pass
 
 
+class Fault(StrEnum):
+    """What a kernel did when it was tried in vain: the word that its ``why_not`` begins with, which is all that a file says."""
+
+    FAILED = "failed"
+    RETURNED = "returned"  # NaN, inf or nonsense
+    HUNG = "hung"
+    ENDED = "ended"  # its process
+
+
 class Candidate(Struct, frozen=True):
     """One kernel at one role. Where ``why_not`` speaks there are no numbers."""
 
@@ -46,6 +56,11 @@ class Candidate(Struct, frozen=True):
     silenced: float = 0.0  # share of x's features of which fprop's cast leaves next to nothing
     forms: tuple[str, ...] = ()  # the keys of the casts it reads, a's and b's
     gemm_us: Times = {}  # with the epilogue; empty for a recipe whose kernel cannot be timed here
+
+    @property
+    def fault(self) -> Fault | None:
+        """None where it is able, and where it was refused and not tried."""
+        return next((fault for fault in Fault if self.why_not and self.why_not.startswith(fault)), None)
 
 
 class CastTime(Struct, frozen=True):

@@ -18,7 +18,7 @@ from loka.core.errors import LokaError
 from loka.core.estimate import Estimate
 from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.record import SiteRecord
-from loka.core.survey import GATE
+from loka.core.survey import GATE, Fault
 from loka.kernels.contract import is_oracle
 from loka.kernels.transforms import checked_vector
 from loka.measure.failure import told
@@ -174,7 +174,7 @@ def _add_sample(error: OptionError, option: Option, parts: SiteParts, oracle: Or
         require_device(option.kernel, parts.tensors.x.device, error.why_not)
         return
     if not all(math.isfinite(getattr(report, metric)) for metric in WATCHED):
-        error.why_not = "returned NaN or inf"
+        error.why_not = f"{Fault.RETURNED} NaN or inf"
         return
     if oracle is not None:
         if not len(error.samples):
@@ -191,7 +191,7 @@ def _why_nonsense(option: Option, report: ErrorReport, oracle: Oracle) -> str | 
     if report.relative_rms <= ALLOWED_FACTOR * expected + ALLOWED_MORE:
         return None
     is_fast = option.recipe.accumulation is Accumulation.FAST
-    how = "loses in its short sums what they add up to" if is_fast else "returned nonsense"
+    how = "loses in its short sums what they add up to" if is_fast else f"{Fault.RETURNED} nonsense"
     return f"{how}: relative RMS error {report.relative_rms:.3g}, where {option.recipe} gives {expected:.3g}"
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from loka.core.survey import Fault
+
 OUT_OF_MEMORY = "out of memory"
 _SAYS_SO = re.compile(r"out[ _]of[ _]memory\b(?! bounds)|ErrorMemoryAllocation|_ALLOC_FAILED", re.IGNORECASE)
 
@@ -13,9 +15,9 @@ _SAYS_SO = re.compile(r"out[ _]of[ _]memory\b(?! bounds)|ErrorMemoryAllocation|_
 def told(failure: BaseException) -> str:
     """That it failed, with what, and what it said."""
     if short := _of_memory(failure):
-        return f"failed: {OUT_OF_MEMORY}: {_line(short)}"
+        return f"{Fault.FAILED}: {OUT_OF_MEMORY}: {_line(short)}"
     bottom = _bottom_of(failure)
-    return ": ".join(("failed", type(bottom).__name__, *filter(None, [_line(bottom)])))
+    return ": ".join((Fault.FAILED, type(bottom).__name__, *filter(None, [_line(bottom)])))
 
 
 def reason_of(failure: BaseException) -> str:
@@ -26,14 +28,24 @@ def reason_of(failure: BaseException) -> str:
     return _line(bottom)[:200] or type(bottom).__name__
 
 
+def is_of_memory(failure: BaseException) -> bool:
+    """Whether it, or what led to it, says that memory was short."""
+    return _of_memory(failure) is not None
+
+
+def says_memory_was_short(text: str) -> bool:
+    """The same of what is left of an error, in a process that it ended."""
+    return _SAYS_SO.search(text) is not None
+
+
 def _of_memory(failure: BaseException) -> BaseException | None:
     """The error, of those that led to this one, that says that memory was short: torch's, CUDA's, Triton's, cuBLAS's."""
-    return next((cause for cause in _causes(failure) if _is_of_memory(cause)), None)
+    return next((cause for cause in _causes(failure) if _says_so(cause)), None)
 
 
-def _is_of_memory(failure: BaseException) -> bool:
+def _says_so(failure: BaseException) -> bool:
     return isinstance(failure, torch.OutOfMemoryError) or (
-        isinstance(failure, RuntimeError) and _SAYS_SO.search(str(failure)) is not None
+        isinstance(failure, RuntimeError) and says_memory_was_short(str(failure))
     )
 
 

@@ -21,11 +21,13 @@ Result = TypeVar("Result")
 _ONE_CORE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # for each: processes enough are at it
 _GOODBYE_S = 10.0  # for a process that waits to be told to end by itself
 
-NOT_READY = "not ready after"  # how the reason of one that took too long begins
-
 
 class WorkerLost(RuntimeError):
     """The process died, or raised: what it said is on its stderr. Or it took too long."""
+
+
+class WorkerLate(WorkerLost):
+    """It was not ready in time, and stopped."""
 
 
 class Worker(Generic[Item, Prepared]):
@@ -45,7 +47,7 @@ class Worker(Generic[Item, Prepared]):
         there.close()  # so that its end is seen here
         self._started, self._limit_s = time.monotonic(), limit_s
         self._is_ready = False
-        self._why_lost: str | None = None
+        self._lost: tuple[type[WorkerLost], str] | None = None  # how and why
 
     def call(self, function: Callable[[Prepared], Result]) -> Result:
         """``function`` of what was prepared, as soon as it is."""
@@ -61,16 +63,18 @@ class Worker(Generic[Item, Prepared]):
 
     def _answer(self, why_lost: str, request: object = None, *, left_s: float | None = None) -> Any:
         """What the process says next, to ``request`` if there is one."""
-        if self._why_lost is None:
+        if self._lost is None:
+            kind, why = WorkerLost, why_lost
             with suppress(EOFError, OSError):
                 if request is not None:
                     self._here.send(request)
                 if self._here.poll(left_s):
                     return self._here.recv()
                 self.stop()
-                why_lost = f"{NOT_READY} {self._limit_s:.0f} s"
-            self._why_lost = why_lost
-        raise WorkerLost(self._why_lost)
+                kind, why = WorkerLate, f"not ready after {self._limit_s:.0f} s"
+            self._lost = kind, why
+        kind, why = self._lost
+        raise kind(why)
 
     def stop(self) -> None:
         self._here.close()

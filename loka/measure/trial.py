@@ -23,10 +23,11 @@ import torch
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Transform
+from loka.core.survey import Fault
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.measure.block_parts import BlockShape
-from loka.measure.failure import OUT_OF_MEMORY
+from loka.measure.failure import says_memory_was_short
 from loka.measure.side_by_side import environment
 
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
@@ -77,11 +78,16 @@ AnyTrial = Trial | BlockTrial
 
 class Answer(msgspec.Struct, frozen=True):
     why_not: str | None = None  # the failure's message
+    crowded: bool = False  # memory or time was short: alone it may run
     broken: bool = False  # nothing else will run in that child
 
 
 class _Gone(Exception):
-    """The child hung or ended; its message says which."""
+    """The child hung or ended; its message says which. ``crowded`` as in the Answer that it never gave."""
+
+    def __init__(self, how: str, *, crowded: bool = False) -> None:
+        super().__init__(how)
+        self.crowded = crowded
 
 
 def needs_trial(kernel: str) -> bool:
@@ -111,8 +117,9 @@ def try_kernels(trials: Iterable[AnyTrial], *, children: int = 1) -> dict[AnyTri
     knobs = _triton_knobs(todo[0].device) if todo else None
     with environment({"TRITON_PTXAS_PATH": _assembler(knobs, todo[0].device)} if knobs else {}):
         failures = _try_all(todo, children)
-        crowded = [trial for trial, why in failures.items() if children > 1 and _is_of_crowding(why)]
-        return {trial: why for trial, why in failures.items() if trial not in crowded} | _try_all(crowded, 1)
+        crowded = [trial for trial, answer in failures.items() if children > 1 and answer.crowded]
+        failures = {trial: answer for trial, answer in failures.items() if trial not in crowded} | _try_all(crowded, 1)
+    return {trial: answer.why_not for trial, answer in failures.items() if answer.why_not is not None}
 
 
 def _triton_knobs(device: str) -> Any:
@@ -145,11 +152,7 @@ def _version(assembler: str) -> str:
     return subprocess.check_output([assembler, "--version"]).decode()
 
 
-def _is_of_crowding(why: str) -> bool:
-    return OUT_OF_MEMORY in why or why.startswith("hung")
-
-
-def _try_all(trials: list[AnyTrial], children: int) -> dict[AnyTrial, str]:
+def _try_all(trials: list[AnyTrial], children: int) -> dict[AnyTrial, Answer]:
     tried = _Tried(trials)
     with ThreadPoolExecutor(children) as pool:
         try:
@@ -165,9 +168,9 @@ class _Tried:
 
     def __init__(self, trials: list[AnyTrial]) -> None:
         self.trials = trials
-        self.failures: dict[AnyTrial, str] = {}
+        self.failures: dict[AnyTrial, Answer] = {}
         self._todo = iter(trials)
-        self._fatal: dict[str, str] = {}  # by kernel
+        self._fatal: dict[str, Answer] = {}  # by kernel
         self._lock = Lock()
 
     def stop(self) -> None:
@@ -199,12 +202,12 @@ class _Tried:
         try:
             answer = child.ask(trial)
         except _Gone as gone:
-            answer = Answer(f"{gone} at {trial}, tried in a process of its own", broken=True)
+            answer = Answer(f"{gone} at {trial}, tried in a process of its own", crowded=gone.crowded, broken=True)
         with self._lock:
             if answer.why_not is not None:
-                self.failures[trial] = answer.why_not
+                self.failures[trial] = answer
             if answer.broken:
-                self._fatal[trial.kernel] = self.failures[trial]
+                self._fatal[trial.kernel] = answer
         return answer.broken
 
 
@@ -235,7 +238,7 @@ class _Child:
             self._process.stdin.write(msgspec.json.encode(trial) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise _Gone(self._how_it_ended()) from None
+            raise self._ended() from None
         return self._answer(BLOCK_LIMIT_S if isinstance(trial, BlockTrial) else LIMIT_S * (1 + len(trial.transforms)))
 
     def close(self) -> None:
@@ -250,17 +253,18 @@ class _Child:
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise _Gone(f"hung for {limit_s:.0f} s")
+                raise _Gone(f"{Fault.HUNG} for {limit_s:.0f} s", crowded=True)
             chunk = os.read(self._process.stdout.fileno(), 1 << 16)
             if not chunk:
-                raise _Gone(self._how_it_ended())
+                raise self._ended()
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return msgspec.json.decode(line, type=Answer)
 
-    def _how_it_ended(self) -> str:
+    def _ended(self) -> _Gone:
         code = self._process.wait()
         self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        last = "".join(self._stderr.read().decode(errors="replace").strip().splitlines()[-1:])
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"ended its process with {how}" + (f" ({lines[-1]})" if lines else "")
+        told = f"{Fault.ENDED} its process with {how}" + (f" ({last})" if last else "")
+        return _Gone(told, crowded=says_memory_was_short(last))

@@ -14,7 +14,7 @@ from loka.core.gemm import Role
 from loka.kernels.contract import KERNELS
 from loka.kernels.providers.torch_casts import room_to_compile
 from loka.measure.block_parts import block_calls, random_block
-from loka.measure.failure import told
+from loka.measure.failure import is_of_memory, told
 from loka.measure.parts import SHARERS, Option, SiteParts, SiteTensors, is_worth_sharing
 from loka.measure.trial import Answer, AnyTrial, BlockTrial, Trial
 from loka.nn.fused_block import FusedBlock
@@ -32,7 +32,7 @@ def run(trial: AnyTrial) -> Answer:
             torch.cuda.synchronize(device)
         answer = Answer()
     except Exception as failure:  # any library's any error: the reason is the result
-        answer = Answer(told(failure), broken=not is_well(device))
+        answer = Answer(told(failure), crowded=is_of_memory(failure), broken=not is_well(device))
     if device.type == "cuda" and not answer.broken:
         torch.cuda.empty_cache()  # what a wide layer took is for the other children
     return answer

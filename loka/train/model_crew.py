@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 
 from loka.core.errors import InvalidInput, KernelUnavailable
-from loka.measure.failure import OUT_OF_MEMORY, reason_of
-from loka.measure.side_by_side import NOT_READY, Worker, WorkerLost
+from loka.measure.failure import is_of_memory, reason_of
+from loka.measure.side_by_side import Worker, WorkerLate, WorkerLost
 from loka.train.model_arms import ARMS, BASELINE, ModelArm
 from loka.train.model_bench import Cell, ModelBench, Ready, release_memory
 from loka.train.step_timer import StepTimer
@@ -32,6 +32,26 @@ class BaselineLost(WorkerLost):
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why an arm has no row."""
+
+    reason: str
+    crowded: bool = False  # memory or time was short: alone it may run
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        return cls(reason_of(error), crowded=is_of_memory(error) or isinstance(error, WorkerLate))
+
+
+class ArmFailed(KernelUnavailable):
+    """``failure`` is what the arm's process says of it."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
 class Job:
     """What a process makes ready; arms by name, for a process cannot be handed a function without one."""
 
@@ -43,13 +63,12 @@ class Job:
     threads: int  # those that the surveys were made with
 
 
-ArmWorker = Worker[Job, Ready | str]
+ArmWorker = Worker[Job, Ready | Failure]
+Row = dict[str, Any]
 Start = Callable[[ModelArm, ExitStack], ArmWorker]
 
 
-def measure_side_by_side(
-    bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], *, workers: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def measure_side_by_side(bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], *, workers: int) -> Iterator[tuple[str, Row]]:
     """The rows of ``cell`` as ``ModelBench.measure`` gives them. Beside the baseline ``workers`` arms at once are in memory;
     one that runs out of it, or of time, is tried again alone. A baseline that is lost ends the cell."""
     if workers < 1:
@@ -57,40 +76,46 @@ def measure_side_by_side(
     with ExitStack() as held:
         surveys = Path(held.enter_context(tempfile.TemporaryDirectory()))
         start = partial(_start, bench, cell, surveys)
-        base = _remote(start(ARMS[BASELINE], held), lost=BaselineLost)
+        base = _remote(start(ARMS[BASELINE], held), is_baseline=True)
         yield BASELINE, bench.row(ARMS[BASELINE], base, base)
         for first in range(0, len(arms), workers):
             group, again = arms[first : first + workers], []
             for arm, row in _rows_of_group(bench, cell, group, base, start, surveys):
-                if row.get("failed", "").startswith((OUT_OF_MEMORY, NOT_READY)) and len(group) > 1:
+                if isinstance(row, Failure) and row.crowded and len(group) > 1:
                     again.append(arm)
                 else:
-                    yield arm.name, row
+                    yield arm.name, _as_told(row)
             for alone in again:
                 for arm, row in _rows_of_group(bench, cell, [alone], base, start, surveys):
-                    yield arm.name, row
+                    yield arm.name, _as_told(row)
+
+
+def _as_told(row: Row | Failure) -> Row:
+    """As the results have it."""
+    return {"failed": row.reason} if isinstance(row, Failure) else row
 
 
 def _rows_of_group(
     bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], base: Ready, start: Start, surveys: Path
-) -> Iterator[tuple[ModelArm, dict[str, Any]]]:
+) -> Iterator[tuple[ModelArm, Row | Failure]]:
     """Nobody is timed before all are ready."""
-    unsurveyed = {arm: _why_not_surveyed(bench, cell, arm, surveys) for arm in arms if arm.is_planned}
+    surveyed = {arm: _survey(bench, cell, arm, surveys) for arm in arms if arm.is_planned}
+    unsurveyed = {arm: failure for arm, failure in surveyed.items() if failure}
     with ExitStack() as held:
-        crew = {arm: start(arm, held) for arm in arms if not unsurveyed.get(arm)}
+        crew = {arm: start(arm, held) for arm in arms if arm not in unsurveyed}
         for worker in crew.values():
             with suppress(WorkerLost):
                 worker.wait_until_ready()
         for arm in arms:
-            yield arm, _row(bench, arm, crew[arm], base) if arm in crew else {"failed": unsurveyed[arm]}
+            yield arm, _row(bench, arm, crew[arm], base) if arm in crew else unsurveyed[arm]
 
 
-def _why_not_surveyed(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Path) -> str | None:
+def _survey(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Path) -> Failure | None:
     """None where the survey of a planned arm lies in ``surveys`` now."""
     try:
         bench.survey(cell, arm).save(surveys / bench.name_of_survey(cell, arm))
     except Exception as error:  # as for any arm: the others go on
-        return reason_of(error)
+        return Failure.of(error)
     finally:
         release_memory(bench.device)
     return None
@@ -104,27 +129,31 @@ def _start(bench: ModelBench, cell: Cell, surveys: Path, arm: ModelArm, held: Ex
     return worker
 
 
-def _row(bench: ModelBench, arm: ModelArm, worker: ArmWorker, base: Ready) -> dict[str, Any]:
+def _row(bench: ModelBench, arm: ModelArm, worker: ArmWorker, base: Ready) -> Row | Failure:
     try:
-        return bench.row(arm, _remote(worker, lost=WorkerLost), base)
+        return bench.row(arm, _remote(worker), base)
     except BaselineLost:
         raise
+    except ArmFailed as error:
+        return error.failure
     except Exception as error:  # as for any arm: the others go on
-        return {"failed": reason_of(error)}
+        return Failure.of(error)
 
 
-def _remote(worker: ArmWorker, *, lost: type[WorkerLost]) -> Ready:
-    """The arm of another process as if it were here; ``lost`` is raised where that is gone."""
+def _remote(worker: ArmWorker, *, is_baseline: bool = False) -> Ready:
+    """The arm of another process as if it were here; WorkerLost is raised where that is gone."""
 
-    def call(function: Callable[[Ready | str], Result]) -> Result:
+    def call(function: Callable[[Ready | Failure], Result]) -> Result:
         try:
             return worker.call(function)
         except WorkerLost as error:
-            raise lost(str(error)) from error
+            if is_baseline:
+                raise BaselineLost(str(error)) from error
+            raise
 
     facts = call(_facts)
-    if isinstance(facts, str):
-        raise KernelUnavailable(facts)
+    if isinstance(facts, Failure):
+        raise ArmFailed(facts)
     did, ready_s, peak_bytes, is_graph = facts
     return Ready(StepTimer(partial(call, _step_us), is_graph), partial(call, _shares), did, ready_s, peak_bytes)
 
@@ -132,28 +161,28 @@ def _remote(worker: ArmWorker, *, lost: type[WorkerLost]) -> Ready:
 # What the processes run.
 
 
-def _made_ready(job: Job) -> Ready | str:
+def _made_ready(job: Job) -> Ready | Failure:
     torch.set_num_threads(job.threads)
     bench = ModelBench(torch.device(job.device), surveys=job.surveys, kernels=job.kernels)
     try:
         return bench.ready(job.cell, ARMS[job.arm])
     except Exception as error:  # libraries raise all kinds
-        return reason_of(error)
+        return Failure.of(error)
     finally:
         torch.cuda.empty_cache()  # what compiling held is for the others
 
 
-def _facts(ready: Ready | str) -> tuple[str, float, int | None, bool] | str:
-    if isinstance(ready, str):
+def _facts(ready: Ready | Failure) -> tuple[str, float, int | None, bool] | Failure:
+    if isinstance(ready, Failure):
         return ready
     return ready.did, ready.ready_s, ready.peak_bytes, ready.timer.is_graph
 
 
-def _step_us(ready: Ready | str) -> float:
+def _step_us(ready: Ready | Failure) -> float:
     assert isinstance(ready, Ready)
     return ready.timer.run()
 
 
-def _shares(ready: Ready | str) -> dict[str, float] | None:
+def _shares(ready: Ready | Failure) -> dict[str, float] | None:
     assert isinstance(ready, Ready)
     return ready.shares()

@@ -8,8 +8,13 @@ from torch import nn
 
 import loka
 from loka.cli import app
+from loka.cli.measure import _print
+from loka.core.environment import current_environment
 from loka.core.errors import InvalidFile, LokaError
-from loka.core.survey import Survey
+from loka.core.gemm import Role
+from loka.core.recipe import Format
+from loka.core.survey import Candidate, SiteSurvey, Survey, SurveyDocument
+from loka.kernels.device import device_of
 
 
 def run(words: str) -> None:
@@ -35,6 +40,30 @@ def test_measures_what_a_probe_recorded(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 sites" in printed.splitlines()[0]
     assert "64×24×32" in printed
     assert f"Next: loka plan {tmp_path}" in printed.replace("\n", "")
+
+
+TRIED_IN_VAIN = (
+    "failed: RuntimeError: cutlass cannot implement",
+    "failed: out of memory: CUDA out of memory. Tried to allocate 6 GiB",
+    "returned NaN or inf",
+    "returned nonsense: relative RMS error 1.2, where e4m3 rowwise gives 0.04",
+    "hung for 60 s at fprop of 128x256x256, tried in a process of its own",
+    "ended its process with exit code 3 at fprop of 128x256x256, tried in a process of its own",
+)
+
+
+def test_of_what_could_not_run_it_tells_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the text alone, as surveys have always kept it: what kernels refuse by themselves would be lines without end."""
+    refused = ("needs an NVIDIA GPU", "needs a contraction of at least 64, got k=24", None)
+    candidates = tuple(Candidate(f"k{i}", Role.FPROP, "e4m3", why_not=why) for i, why in enumerate((*refused, *TRIED_IN_VAIN)))
+    site = SiteSurvey("a", 24, 32, False, False, {64: 1.0}, "torch.fp32", candidates, ())
+    environment = current_environment(device_of(torch.device("cpu")))
+    Survey(SurveyDocument("fingerprint", environment, Format.FP32, (site,))).save(tmp_path)
+    _print(Survey.load(tmp_path))
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("left out: ") == len(TRIED_IN_VAIN)
+    for i, why in enumerate(TRIED_IN_VAIN, start=len(refused)):
+        assert f"left out: k{i} at a fprop: {why}" in told
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_every_gpu_kernel_and_block_is_surveyed() -> None:
     survey = measure(record_of(plain, block, relu, dtype=Format.BF16), device="cuda")
     device = device_of(torch.device("cuda"))
     for site in survey.sites:
-        assert not [c.why_not for c in site.candidates if c.why_not and c.why_not.startswith(("failed", "returned", "hung"))]
+        assert not [c.why_not for c in site.candidates if c.fault]
         fp8 = [c for c in site.candidates if c.recipe.startswith("e4m3") and c.error]
         assert len({c.kernel for c in fp8}) >= 4, device
         assert all(0.02 < c.error["relative_rms"].mean < 0.06 for c in fp8)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
 
-from loka.measure.failure import OUT_OF_MEMORY, reason_of, told
-from loka.measure.trial import _is_of_crowding
+from loka.measure.failure import OUT_OF_MEMORY, is_of_memory, reason_of, told
 
 OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6 GiB"),
@@ -24,9 +23,10 @@ OF_MEMORY = [
 @pytest.mark.parametrize(
     "failure", OF_MEMORY, ids=["torch", "cuBLAS", "Triton", "driver", "runtime", "compiled", "compiled twice"]
 )
-def test_memory_that_was_short_is_told_as_that_and_a_trial_that_ran_beside_others_is_tried_again(failure):
+def test_memory_that_was_short_is_told_as_that(failure):
+    assert is_of_memory(failure)
     assert reason_of(failure) == OUT_OF_MEMORY
-    assert _is_of_crowding(told(failure))
+    assert told(failure).startswith("failed: out of memory: ")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,7 @@ def test_memory_that_was_short_is_told_as_that_and_a_trial_that_ran_beside_other
     ],
 )  # fmt: skip
 def test_the_first_line_of_what_is_at_the_bottom(failure, kind, line):
+    assert not is_of_memory(failure)
     assert reason_of(failure) == line
     assert told(failure) == f"failed: {kind}: {line}"
 

@@ -29,7 +29,6 @@ from loka.measure import trial as module
 from loka.measure.block import Blocks
 from loka.measure.block_parts import BlockShape
 from loka.measure.error import OptionError, draw_tensors
-from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
 from loka.measure.speed import Speeds, TimedShape
@@ -130,7 +129,7 @@ class _Children:
         if trial.kernel == "interrupted":
             raise KeyboardInterrupt
         if trial.kernel == "crowded" and self.asked.count(trial) == 1:
-            return Answer(told(torch.OutOfMemoryError("CUDA out of memory")))
+            return Answer("failed: out of memory", crowded=True)
         return Answer("failed: no such tile" if trial.kernel == "raises" and trial.shape.m == 64 else None)
 
     def close(self) -> None:
@@ -162,6 +161,37 @@ def test_what_failed_for_want_of_memory_is_tried_again_alone(monkeypatch: pytest
     }
     assert children.asked.count(problem("crowded")) == 2
     assert children.asked.count(problem("raises", 64)) == 1
+
+
+@pytest.mark.parametrize(
+    ("dies", "why", "tries"),
+    [
+        ("exec sleep 60", "hung for 1 s", 2),
+        ("echo CUDA error: out of memory >&2; exit 3", "ended its process with exit code 3 (CUDA error: out of memory)", 2),
+        ("echo no such tile >&2; exit 3", "ended its process with exit code 3 (no such tile)", 1),
+        ("""echo '{"why_not": "a text that says out of memory", "broken": true}'""", "a text that says out of memory", 1),
+    ],
+    ids=["hung", "ended for memory", "ended", "answered"],
+)
+def test_a_child_that_was_short_of_memory_or_time_is_followed_by_one_alone(
+    dies: str, why: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, log = tmp_path / "child", tmp_path / "log"
+    child.write_text(f"#!/bin/sh\necho begun >> {log}\necho '{{}}'\nread problem\n{dies}\n")
+    child.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(child))
+    monkeypatch.setattr(module, "LIMIT_S", 1.0)
+    (told,) = try_kernels([problem("one")], children=2).values()
+    assert told.startswith(why)
+    assert len(log.read_text().split()) == tries
+
+
+def test_memory_that_a_kernel_lacks_is_told_as_crowding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(SiteParts, "multiply", fail)
+    assert run(problem("reference.rowwise")) == Answer("failed: out of memory: CUDA out of memory", crowded=True)
 
 
 def test_more_blocks_than_torch_s_limit_on_compilations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,13 @@ from loka.core.plan import Goal
 from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
 from loka.measure.failure import OUT_OF_MEMORY
-from loka.measure.side_by_side import WorkerLost
+from loka.measure.side_by_side import WorkerLate, WorkerLost
 from loka.nn.linear import LokaLinear
 from loka.train import model_arms, model_crew
 from loka.train.fp8_everywhere import apply_everywhere
 from loka.train.model_arms import ARMS, BASELINE, Subject, reading_transposes
 from loka.train.model_bench import Cell, ModelBench, dense_arguments
-from loka.train.model_crew import BaselineLost, measure_side_by_side
+from loka.train.model_crew import BaselineLost, Failure, measure_side_by_side
 from loka.train.model_tables import ceiling, make_tables
 from loka.train.step_profile import Kind, StepProfile
 from loka.train.step_timer import StepTimer, step_timer, take_turns
@@ -105,7 +105,7 @@ class FakeWorker:
 
     def wait_until_ready(self) -> None:
         if self.says == "late" or (self.says == "late in company" and self.company):
-            raise WorkerLost("not ready after 240 s")
+            raise WorkerLate("not ready after 240 s")
 
     def call(self, function: object) -> object:
         self.wait_until_ready()
@@ -113,7 +113,8 @@ class FakeWorker:
         if self.calls < 0:
             raise WorkerLost("its process ended")
         if function is model_crew._facts:
-            return OUT_OF_MEMORY if self.says == "short of memory in company" and self.company else ("", 1.0, None, False)
+            is_short = self.says == "short of memory in company" and self.company
+            return Failure(OUT_OF_MEMORY, crowded=True) if is_short else ("", 1.0, None, False)
         return 1000.0 if function is model_crew._step_us else None
 
     def stop(self) -> None:
