@@ -12,8 +12,8 @@ from loka.core.comparison import HIGH, OTHER, PLANNED, TWINS, Comparison
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import is_older
 from loka.core.plan import Plan, PlanDocument
-from loka.core.record import FILE as RECORD_FILE
 from loka.core.record import Record
+from loka.core.record_file import FILE as RECORD_FILE
 from loka.core.survey import Survey, SurveyDocument
 from loka.report.page_data import MissingPart
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from loka.core.errors import InvalidInput
 from loka.core.plan import Goal, Plan
-from loka.core.record import FILE as RECORD_FILE
 from loka.core.record import Record
+from loka.core.record_file import FILE as RECORD_FILE
 from loka.data.batch import Batch
 from loka.dispatch.apply import apply_plan
 from loka.dispatch.differences import has_fingerprint

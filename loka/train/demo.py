@@ -21,8 +21,8 @@ from loka.core.files import require_folder
 from loka.core.plan import Goal, Plan
 from loka.core.progress import Progress as PieceProgress
 from loka.core.recipe import Format
-from loka.core.record import FILE as RECORD_FILE
 from loka.core.record import Record
+from loka.core.record_file import FILE as RECORD_FILE
 from loka.core.survey import Survey
 from loka.data.batch import Batch
 from loka.data.dataset import Dataset, open_dataset

@@ -14,7 +14,8 @@ from torch import nn
 import loka
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.recipe import Format
-from loka.core.record import FILE, SCHEMA, Finding, Record
+from loka.core.record import Finding, Record
+from loka.core.record_file import FILE, SCHEMA
 
 
 def make_model(width: int = 16) -> nn.Sequential:

@@ -1,0 +1,148 @@
+"""record.safetensors: a Record's tensors by site, and in the metadata the rest as a JSON document."""
+
+import dataclasses
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from loka.core.documents import Fields, migrates, parse_document
+from loka.core.environment import Environment
+from loka.core.errors import InvalidFile
+from loka.core.files import atomic_path, file_in
+from loka.core.recipe import Format
+from loka.core.record import Finding, Record, SiteFacts, SiteRecord
+from loka.core.statistics import Rule, Statistic
+from loka.core.vectors import write_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMA = "loka.record/4"
+FILE = "record.safetensors"
+
+
+class RecordDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The metadata of record.safetensors."""
+
+    fingerprint: str
+    environment: Environment
+    dtype: Format
+    step_us: float | None
+    steps_seen: int
+    sites: tuple[SiteFacts, ...]
+    rules: dict[str, Rule]  # of every statistic
+    findings: tuple[Finding, ...]
+    uncovered: tuple[str, ...]
+
+
+def write_record(record: Record, run: str | Path) -> Path:
+    """Into the folder ``run``, whole or not at all."""
+    sites = record.sites.values()
+    document = RecordDocument(
+        record.fingerprint,
+        record.environment,
+        record.dtype,
+        record.step_us,
+        record.steps_seen,
+        tuple(SiteFacts(**{f.name: getattr(site, f.name) for f in dataclasses.fields(SiteFacts)}) for site in sites),
+        {name: statistic.rule for site in sites for name, statistic in site.statistics.items()},
+        record.findings,
+        record.uncovered,
+    )
+    fields = {"schema": SCHEMA, **msgspec.to_builtins(document, str_keys=True)}
+    path = Path(run) / FILE
+    with atomic_path(path) as temporary:
+        write_tensors(temporary, _tensors(record), metadata={"document": msgspec.json.encode(fields).decode()})
+    return path
+
+
+def read_record(run: str | Path) -> Record:
+    """What ``write_record`` wrote, now or under an older schema, by its folder or by its own path."""
+    path = file_in(run, FILE)
+    document, tensors = _read(path)
+    own = _by_site(tensors, [facts.name for facts in document.sites])
+    sites = {facts.name: _site(facts, document.rules, own[facts.name], path) for facts in document.sites}
+    return Record(
+        document.fingerprint,
+        document.environment,
+        document.dtype,
+        document.step_us,
+        sites,
+        document.findings,
+        document.uncovered,
+        document.steps_seen,
+    )
+
+
+@migrates("loka.record/2")
+def _without_entries(fields: Fields) -> Fields:
+    """Its sites do not know of a norm in front of them."""
+    return fields
+
+
+@migrates("loka.record/3")
+def _without_stays(fields: Fields) -> Fields:
+    """Its sites do not say that nothing can stand in for them: apply_plan will."""
+    return fields
+
+
+def _tensors(record: Record) -> "dict[str, Tensor]":
+    """By ``<site>/weight``, ``<site>/bias`` and ``<site>/<statistic>/<tensor>``."""
+    tensors: dict[str, Tensor] = {}
+    for name, site in record.sites.items():
+        tensors[f"{name}/weight"] = site.weight_NK
+        if site.bias_N is not None:
+            tensors[f"{name}/bias"] = site.bias_N
+        for statistic_name, statistic in site.statistics.items():
+            for tensor_name, tensor in statistic.tensors.items():
+                tensors[f"{name}/{statistic_name}/{tensor_name}"] = tensor
+    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _read(path: Path) -> "tuple[RecordDocument, dict[str, Tensor]]":
+    from safetensors import SafetensorError, safe_open
+
+    made_by = f"loka probe WORKLOAD -o {quote(str(path.parent))}"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise InvalidFile(f"there is no {path}: make it with `{made_by}`") from None
+    except (SafetensorError, OSError) as error:
+        raise InvalidFile(f"{path} cannot be read ({error}): make it again with `{made_by}`") from error
+    if "document" not in metadata:
+        raise InvalidFile(f"{path} holds tensors but no Record: make one with `{made_by}`")
+    return parse_document(metadata["document"], path, SCHEMA, RecordDocument, made_by=made_by), tensors
+
+
+def _by_site(tensors: "dict[str, Tensor]", sites: list[str]) -> "dict[str, dict[str, Tensor]]":
+    """Each site's own, by the name behind its own; of sites ``a`` and ``a/b`` the longer has what begins with both."""
+    own: dict[str, dict[str, Tensor]] = {site: {} for site in sites}
+    for name, tensor in tensors.items():
+        parts = name.split("/")
+        for end in range(len(parts) - 1, 0, -1):
+            if (site := "/".join(parts[:end])) in own:
+                own[site]["/".join(parts[end:])] = tensor
+                break
+    return own
+
+
+def _site(facts: SiteFacts, rules: dict[str, Rule], own: "dict[str, Tensor]", path: Path) -> SiteRecord:
+    if "weight" not in own:
+        raise InvalidFile(f"{path} names the site {facts.name} but holds no weight of it: make it again")
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in own.items():
+        statistic, slash, tensor_name = name.partition("/")
+        if slash:
+            if statistic not in rules:
+                raise InvalidFile(f"{path} holds {statistic} of {facts.name} and no rule for it: make it again")
+            states.setdefault(statistic, {})[tensor_name] = tensor
+    return SiteRecord(
+        **{f.name: getattr(facts, f.name) for f in dataclasses.fields(facts)},
+        weight_NK=own["weight"],
+        bias_N=own.get("bias"),
+        statistics={name: Statistic(rules[name], state) for name, state in states.items()},
+    )
