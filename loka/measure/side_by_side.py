@@ -26,10 +26,6 @@ class WorkerLost(RuntimeError):
     """The process died, or raised: what it said is on its stderr. Or it took too long."""
 
 
-class WorkerLate(WorkerLost):
-    """It was not ready in time, and stopped."""
-
-
 class Worker(Generic[Item, Prepared]):
     """A process that prepares ``item`` and keeps what came of it, to call functions of it as it is told to.
 
@@ -47,7 +43,7 @@ class Worker(Generic[Item, Prepared]):
         there.close()  # so that its end is seen here
         self._started, self._limit_s = time.monotonic(), limit_s
         self._is_ready = False
-        self._lost: tuple[type[WorkerLost], str] | None = None  # how and why
+        self._why_lost: str | None = None
 
     def call(self, function: Callable[[Prepared], Result]) -> Result:
         """``function`` of what was prepared, as soon as it is."""
@@ -63,18 +59,16 @@ class Worker(Generic[Item, Prepared]):
 
     def _answer(self, why_lost: str, request: object = None, *, left_s: float | None = None) -> Any:
         """What the process says next, to ``request`` if there is one."""
-        if self._lost is None:
-            kind, why = WorkerLost, why_lost
+        if self._why_lost is None:
             with suppress(EOFError, OSError):
                 if request is not None:
                     self._here.send(request)
                 if self._here.poll(left_s):
                     return self._here.recv()
                 self.stop()
-                kind, why = WorkerLate, f"not ready after {self._limit_s:.0f} s"
-            self._lost = kind, why
-        kind, why = self._lost
-        raise kind(why)
+                why_lost = f"not ready after {self._limit_s:.0f} s"
+            self._why_lost = why_lost
+        raise WorkerLost(self._why_lost)
 
     def stop(self) -> None:
         self._here.close()

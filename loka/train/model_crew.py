@@ -17,7 +17,7 @@ import torch
 
 from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.measure.failure import is_of_memory, reason_of
-from loka.measure.side_by_side import Worker, WorkerLate, WorkerLost
+from loka.measure.side_by_side import Worker, WorkerLost
 from loka.train.model_arms import ARMS, BASELINE, ModelArm
 from loka.train.model_bench import Cell, ModelBench, Ready, release_memory
 from loka.train.step_timer import StepTimer
@@ -36,11 +36,11 @@ class Failure:
     """Why an arm has no row."""
 
     reason: str
-    crowded: bool = False  # memory or time was short: alone it may run
+    crowded: bool = False  # memory or time was short, or its process is lost: alone it may run
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        return cls(reason_of(error), crowded=is_of_memory(error) or isinstance(error, WorkerLate))
+        return cls(reason_of(error), crowded=is_of_memory(error) or isinstance(error, WorkerLost))
 
 
 class ArmFailed(KernelUnavailable):
@@ -70,7 +70,7 @@ Start = Callable[[ModelArm, ExitStack], ArmWorker]
 
 def measure_side_by_side(bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], *, workers: int) -> Iterator[tuple[str, Row]]:
     """The rows of ``cell`` as ``ModelBench.measure`` gives them. Beside the baseline ``workers`` arms at once are in memory;
-    one that runs out of it, or of time, is tried again alone. A baseline that is lost ends the cell."""
+    one that runs out of it, or of time, or whose process is lost, is tried again alone. A lost baseline ends the cell."""
     if workers < 1:
         raise InvalidInput(f"workers must be at least 1 here, got {workers}")
     with ExitStack() as held:

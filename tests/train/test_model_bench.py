@@ -20,7 +20,7 @@ from loka.core.plan import Goal
 from loka.core.results import GatheredResults
 from loka.kernels.device import device_of
 from loka.measure.failure import OUT_OF_MEMORY
-from loka.measure.side_by_side import WorkerLate, WorkerLost
+from loka.measure.side_by_side import WorkerLost
 from loka.nn.linear import LokaLinear
 from loka.train import model_arms, model_crew
 from loka.train.fp8_everywhere import apply_everywhere
@@ -105,12 +105,12 @@ class FakeWorker:
 
     def wait_until_ready(self) -> None:
         if self.says == "late" or (self.says == "late in company" and self.company):
-            raise WorkerLate("not ready after 240 s")
+            raise WorkerLost("not ready after 240 s")
 
     def call(self, function: object) -> object:
         self.wait_until_ready()
         self.calls -= 1
-        if self.calls < 0:
+        if self.calls < 0 or (self.says == "lost in company" and self.company):
             raise WorkerLost("its process ended")
         if function is model_crew._facts:
             is_short = self.says == "short of memory in company" and self.company
@@ -156,9 +156,9 @@ class TestCrew:
         told = crew(3, mods={"says": "late"}, tf32={"calls": 2})
         assert told == self.ALL | {"mods": "not ready after 240 s", "tf32": "its process ended"}
 
-    @pytest.mark.parametrize("short_of", ["short of memory", "late"])
-    def test_an_arm_that_runs_out_of_memory_or_time_is_tried_again_alone(self, crew, short_of):
-        assert crew(3, mods={"says": f"{short_of} in company"}) == self.ALL
+    @pytest.mark.parametrize("fate", ["short of memory", "late", "lost"])
+    def test_an_arm_that_fails_for_the_others_sake_is_tried_again_alone(self, crew, fate):
+        assert crew(3, mods={"says": f"{fate} in company"}) == self.ALL
 
     def test_without_the_baseline_nothing_is_written_down(self, crew):
         with pytest.raises(BaselineLost, match="its process ended"):
