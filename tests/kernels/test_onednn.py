@@ -1,5 +1,10 @@
-"""Packed weights of oneDNN: right in every call that finds one again, and few."""
+"""oneDNN: by its fast code or not at all; packed weights, right in every call that finds one again, and few."""
 
+import os
+import platform
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
@@ -105,6 +110,66 @@ def test_scales_are_fp32_whatever_the_default_is(name: str, default: torch.dtype
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(product, expected)
+
+
+@pytest.mark.parametrize("name", KERNEL_NAMES)
+def test_operands_lie_on_the_cpu_whatever_the_default_is(name: str) -> None:
+    kernel = able(name)
+    tensors = {TensorName.X: torch.randn(8, 64), TensorName.W: torch.randn(48, 64)}
+    a, b = operands_of(kernel, Role.FPROP, tensors)
+    expected = multiply(kernel, Role.FPROP, a, b, torch.float32)
+    onednn._zero_points.cache_clear()
+    onednn._overflows.cache_clear()
+    with torch.device("meta"):
+        assert kernel.missing(device_of(torch.device("cpu"))) is None
+        assert torch.equal(multiply(kernel, Role.FPROP, a, b, torch.float32), expected)
+
+
+def told_elsewhere(code: str, **environment: str) -> str:
+    """What ``code`` prints in a process of its own; oneDNN reads its environment once."""
+    return subprocess.check_output([sys.executable, "-c", code], env=os.environ | environment, text=True)
+
+
+MULTIPLY_ALL = f"""
+import torch
+from loka.core.gemm import Role, TensorName
+from loka.kernels.casting import cast
+from loka.kernels.contract import KERNELS
+from loka.kernels.operand import Form
+for name in {KERNEL_NAMES}:
+    kernel = KERNELS.get(name)
+    a_spec, b_spec = kernel.operands(Role.FPROP)
+    (a,) = cast(TensorName.X, torch.ones(32, 640), [Form(a_spec, transposed=False)])
+    (b,) = cast(TensorName.W, torch.ones(64, 640), [Form(b_spec, transposed=False)])
+    print(name, kernel.multiply(a, b, torch.float32, None)[1, 1].item())
+"""
+IS_X86 = platform.machine() == "x86_64"
+
+
+@pytest.mark.skipif(not IS_X86, reason="elsewhere oneDNN calls its code by other names")
+def test_nothing_is_left_to_reference_code() -> None:
+    """It takes seconds where fast code takes milliseconds, for the same numbers."""
+    for name in KERNEL_NAMES:
+        able(name)
+    told = told_elsewhere(MULTIPLY_ALL, ONEDNN_VERBOSE="1")
+    ways = re.findall(r"primitive,exec,cpu,(?:matmul|inner_product),([^,]*),", told)
+    assert len(ways) == len(KERNEL_NAMES)
+    assert not [way for way in ways if way.startswith("ref")], ways
+
+
+@pytest.mark.skipif(not IS_X86, reason="instructions of x86")
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE"])
+def test_a_cpu_without_int8_products_is_refused(instructions: str) -> None:
+    """Sums of 16 bits stop at 32,767 there: torch's own operator gives half of what is right."""
+    ask = """
+from loka.kernels.device import device_of
+print(*{KERNELS.get(name).missing(device_of(torch.device("cpu"))) for name in KERNELS.names() if name.startswith("onednn.")})
+"""
+    *products, reason = told_elsewhere(MULTIPLY_ALL + ask, ONEDNN_MAX_CPU_ISA=instructions).splitlines()
+    assert len(products) == len(KERNEL_NAMES)
+    assert all(float(product.split()[1]) < 0.6 * 640 for product in products), products
+    assert reason.startswith("needs a CPU with VNNI or AMX")
+    assert "None" not in reason
 
 
 @pytest.mark.parametrize(("kernel", "packed"), [("onednn.int8", True), ("onednn.int8_dynamic", False)])

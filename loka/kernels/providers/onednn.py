@@ -7,6 +7,9 @@ weight cast is refreshed in place.
 On Arm its fast int8 is that of the Arm Compute Library, which takes one scale for all of b: there b's own scales are applied
 in a pass over the output. With them oneDNN falls back on code that took 214 ms for 2048×1024×1024, where fp32 took 68 and one
 scale 20 (Neoverse-N1, 2 threads, torch 2.13).
+
+On x86 without AMX its fast int8 takes a unsigned: codes are moved up by 128 there, which it knows as a's zero point, so that
+the product is the same. Signed ones go to its reference code, 9 s for 512×640×512 (a Xeon with VNNI, 2 threads, torch 2.13).
 """
 
 import platform
@@ -34,6 +37,7 @@ SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms whe
 LONGEST_CONTRACTION = 2**31 // 127**2  # past it the int32 sum of products can overflow
 
 IS_ARM = platform.machine() in ("aarch64", "arm64")
+A_IS_UNSIGNED = not IS_ARM and not torch.cpu._is_amx_tile_supported()
 ROW_COUNTS_KEPT = 4  # of a weight, where each has a packed copy: a server whose batches always change must not fill the memory
 
 B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE)
@@ -44,7 +48,18 @@ def _missing(device: Device) -> str | None:
         return "runs on the CPU alone"
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
+    if _overflows():
+        return "needs a CPU with VNNI or AMX: without, oneDNN adds products of int8 up in 16 bits, which overflow"
     return None
+
+
+@cache
+def _overflows() -> bool:
+    """Whether the largest codes come out wrong: by AVX2 and AVX-512 alone sums stop at 32,767, in torch's own operators too."""
+    k = 64
+    codes_1K = torch.full((1, k), 127, dtype=torch.int8, device="cpu")
+    scale = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    return onednn_int8_mm(codes_1K, scale, codes_1K, scale, None, torch.float32).item() != k * 127**2
 
 
 def _why_not(problem: GemmProblem) -> str | None:
@@ -128,7 +143,7 @@ class OnednnCaster:
 def _cast(x: Tensor, spec: OperandSpec) -> Operand:
     dims = 1 if spec.scaling is Scaling.ROWWISE else (0, 1)
     if x.numel() == 0:  # there is nothing to reduce over
-        scale = torch.ones(x.shape[0] if dims == 1 else 1, 1, dtype=torch.float32)
+        scale = x.new_ones(x.shape[0] if dims == 1 else 1, 1, dtype=torch.float32)
     else:
         amax = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True))  # half the time of abs().amax()
         scale = scale_from_amax(amax.float(), Format.INT8)
@@ -203,8 +218,8 @@ _PACKED_FOR_DYNAMIC = _PackedCache(_pack_for_dynamic)
 
 
 @cache
-def _int32_zeros(n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.int32)
+def _zero_points(n: int, value: int = 0) -> Tensor:
+    return torch.full((n,), value, dtype=torch.int32, device="cpu")
 
 
 @op("onednn_int8_mm", "CPU")
@@ -214,12 +229,12 @@ def onednn_int8_mm(
     """(a·bᵀ)·scales + bias. A tensor scale is applied by oneDNN; row scales of a, on Arm also of b, in passes over the sums."""
     rowwise = a_scale.numel() != 1
     out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
-        a_MK,
-        torch.ones(1, dtype=torch.float32) if rowwise else a_scale.flatten(),
-        _int32_zeros(1),
+        a_MK.view(torch.uint8) ^ 128 if A_IS_UNSIGNED else a_MK,
+        a_scale.new_ones(1) if rowwise else a_scale.flatten(),
+        _zero_points(1, 128 if A_IS_UNSIGNED else 0),
         _PACKED_FOR_INT8.get(b_NK),
-        torch.ones(1, dtype=torch.float32) if IS_ARM else b_scale_N1.flatten(),
-        _int32_zeros(1 if IS_ARM else b_NK.shape[0]),
+        b_scale_N1.new_ones(1) if IS_ARM else b_scale_N1.flatten(),
+        _zero_points(1 if IS_ARM else b_NK.shape[0]),
         None,
         1.0,
         0,
