@@ -21,7 +21,7 @@ def headline(run: Run) -> str:
     if run.plan:
         low = sum(site.is_low_precision for site in run.plan.sites)
         if not low:
-            return f"All {len(run.plan.sites)} sites stay in {run.plan.dtype}: nothing was both safe and faster"
+            return f"All {len(run.plan.sites)} sites stay in {run.plan.dtype}: {_why_nothing_moves(run)}"
         speedup = times_faster(planned_speedup(run.plan))
         return f"{low} of {len(run.plan.sites)} sites leave {run.plan.dtype}: all sites together {speedup} as fast"
     if run.survey:
@@ -46,7 +46,7 @@ def planned_speedup(plan: PlanDocument) -> float:
 def summarize(run: Run) -> tuple[str, ...]:
     """A few sentences below the headline."""
     sentences = []
-    if run.comparison:
+    if run.comparison and run.comparison.quality:
         sentences.append(_comparison_sentence(run.comparison))
     if run.plan:
         sentences.append(_plan_sentence(run.plan))
@@ -111,6 +111,13 @@ def _quality_tile(pair: QualityPair) -> Tile:
     is_worse = pair.change.low > 0 and pair.change.mean > nothing
     is_known_good = pair.change.high <= nothing
     return Tile(f"log-loss, {pair.goal}", value, note, False if is_worse else is_known_good or None)
+
+
+def _why_nothing_moves(run: Run) -> str:
+    others = [c for site in run.survey.sites for c in site.candidates if c.kernel != site.baseline] if run.survey else []
+    if others and all(candidate.why_not for candidate in others):
+        return "no kernel of fewer bits can run here (loka kernels tells why)"
+    return "nothing was both safe and faster"
 
 
 def _kernels_chosen(sites: list[SitePlan]) -> str:

@@ -189,13 +189,16 @@ class _Demo:
                 self._run_steps(trainer, self.config.steps or 0, run)
 
     def compare(self) -> Comparison:
-        """comparison.json"""
+        """comparison.json; a plan that moves nothing leaves nothing to compare."""
         self.stage.say("5/5  served and compared")
         quality, times = [], []
         if self._trains_low:
             quality.append(self._training_quality())
             times.append(self._training_times())
-        serving_quality, serving_times = self._serve_both_ways(PLANNED if self._trains_low else HIGH)
+        if _is_low(serving_plan := Plan.load(self.folder / Goal.SERVING)):
+            serving_quality, serving_times = self._serve_both_ways(PLANNED if self._trains_low else HIGH, serving_plan)
+            quality.append(serving_quality)
+            times.append(serving_times)
         document = self._training_plan.document
         comparison = Comparison(
             model=self.settings.title,
@@ -203,8 +206,8 @@ class _Demo:
             environment=current_environment(device_of(self.device)),
             dtype=document.dtype,
             training_steps=self.settings.twin_steps,
-            quality=(*quality, serving_quality),
-            times=(*times, serving_times),
+            quality=tuple(quality),
+            times=tuple(times),
         )
         comparison.save(self.folder)
         return comparison
@@ -226,15 +229,13 @@ class _Demo:
         batch = next(self.data.train(self.config.batch_size))
         return Twin(high.model, lambda: high.step(batch)), Twin(planned.model, lambda: planned.step(batch))
 
-    def _serve_both_ways(self, name: str) -> tuple[QualityPair, TimePair]:
-        """The same weights in high precision and frozen under the serving plan."""
+    def _serve_both_ways(self, name: str, plan: Plan) -> tuple[QualityPair, TimePair]:
+        """The same weights in high precision and frozen under ``plan``."""
         size, precision = self.config.batch_size, self.config.precision
         high, planned = self._trained(name).model, self._trained(name).model
         high.eval().requires_grad_(False)
-        plan = Plan.load(self.folder / Goal.SERVING)
-        if any(site.is_low_precision for site in plan.sites):
-            self._apply(plan, planned)
-            self.stage.say(f"     {freeze(planned.dense_part, drop_high_precision=True)}")
+        self._apply(plan, planned)
+        self.stage.say(f"     {freeze(planned.dense_part, drop_high_precision=True)}")
         quality = compare_quality(Goal.SERVING, high, planned, self.data.test(size), precision)
         batch = next(self.data.test(size))
         twins = [Twin(model, lambda model=model: self._serve(model, batch)) for model in (high, planned)]
@@ -246,7 +247,7 @@ class _Demo:
 
     @property
     def _trains_low(self) -> bool:
-        return any(site.is_low_precision for site in self._training_plan.sites)
+        return _is_low(self._training_plan)
 
     @property
     def _other(self) -> Format:
@@ -289,6 +290,10 @@ class _Demo:
     def _serve(self, model: Recommender, batch: Batch) -> Tensor:
         with torch.no_grad(), autocast(self.config.precision, self.device):
             return model(batch)
+
+
+def _is_low(plan: Plan) -> bool:
+    return any(site.is_low_precision for site in plan.sites)
 
 
 def _load_newest(trainer: Trainer, run: Path) -> None:

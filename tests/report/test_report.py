@@ -24,7 +24,6 @@ from loka.probe.statistics.binades import counts_by_binade
 from loka.report.attempts import Attempt, closest_attempt
 from loka.report.curves import MOST_POINTS, draw_curves
 from loka.report.distributions import format_ranges, histogram_of
-from loka.report.headline import headline
 from loka.report.page import gather_page, render_page
 from loka.report.plan_view import MOST_PLACES, draw_map, list_plan, list_rejected, shares
 from loka.report.run import MetricsLine, Run, WindowMetrics, read_run
@@ -43,78 +42,6 @@ def plain(text: str) -> str:
 
 def line(step: int, loss: float | None, best: float | None = None) -> MetricsLine:
     return MetricsLine(step, WindowMetrics(100 * step, loss, loss, best))
-
-
-class TestHeadline:
-    def test_leads_with_what_was_measured(self, whole_run: Path) -> None:
-        assert plain(headline(read_run(whole_run))) == "1.80× faster serving at +0.003 % ± 0.020 % log-loss"
-
-    @pytest.mark.parametrize(
-        ("low", "mean", "high", "words"),
-        [
-            (0.98, 1.0, 1.02, "Serving as fast as before"),
-            (0.98, 1.02, 1.06, "Serving as fast as before (1.02×)"),
-            (0.94, 0.98, 1.02, "Serving as fast as before (0.98×)"),
-            (0.7, 0.8, 0.9, "Slower serving, 0.80× the speed,"),
-        ],
-    )
-    def test_claims_no_speed_up_that_was_not_there(self, comparison, low, mean, high, words) -> None:
-        pair = comparison.times[-1]
-        slower = msgspec.structs.replace(
-            comparison, times=(msgspec.structs.replace(pair, speedup=Estimate(mean, low, high, 9)),)
-        )
-        assert headline(Run(Path("run"), comparison=slower)).startswith(words)
-        assert gather_page(Run(Path("run"), comparison=slower)).tiles[0].is_good is False
-
-    def test_a_loss_within_what_another_precision_makes_is_not_called_worse(self, comparison) -> None:
-        tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=comparison)).tiles}
-        assert tiles["log-loss, training"].is_good is None  # +1 % ± 0.5, and bf16 makes up to 1.3 %
-        assert tiles["log-loss, serving"].is_good is None  # 0.003 % ± 0.02: not known to be within 0.02 %
-        training = msgspec.structs.replace(comparison.quality[0], other=None)
-        alone = msgspec.structs.replace(comparison, quality=(training,))
-        tiles = {tile.label: tile for tile in gather_page(Run(Path("run"), comparison=alone)).tiles}
-        assert tiles["log-loss, training"].is_good is False
-        unknown = msgspec.structs.replace(training, change=Estimate(0.001, -0.001, 0.003, 9))  # worse, or by chance
-        page = gather_page(Run(Path("run"), comparison=msgspec.structs.replace(comparison, quality=(unknown,))))
-        assert {tile.label: tile.is_good for tile in page.tiles}["log-loss, training"] is None
-
-    def test_tiles_say_what_was_before_and_what_is_now(self, whole_run: Path) -> None:
-        tiles = gather_page(read_run(whole_run)).tiles
-        assert [(tile.label, plain(tile.value), plain(tile.note)) for tile in tiles] == [
-            ("training step", "1.04×", "± 0.01; 29.4 ms → 28.2 ms a batch of 8,192"),
-            ("serving", "1.80×", "± 0.02; 9 ms → 5 ms a batch of 2,048"),
-            ("log-loss, training", "+1.000 %", "± 0.500 %; 0.12000 → 0.12120"),
-            ("log-loss, serving", "+0.003 %", "± 0.020 %; 0.12000 → 0.12000"),
-            ("sites in low precision", "1 of 4", "60 % of the sites' time; onednn.int8"),
-        ]
-
-    def test_of_many_kernels_the_rest_is_counted(self, survey) -> None:
-        plan = make_plan(survey, goal=Goal.SERVING).document
-        chosen = plan.sites[0]
-        names = ("a", "a", "b", "b", "c", "d")
-        kernel = chosen.kernels[Role.FPROP]
-        sites = [
-            msgspec.structs.replace(chosen, kernels={Role.FPROP: msgspec.structs.replace(kernel, kernel=name)})
-            for name in names
-        ]
-        page = gather_page(Run(Path("run"), plan=msgspec.structs.replace(plan, sites=tuple(sites))))
-        assert plain(page.tiles[0].note).endswith("; a, b and 2 more")
-
-    def test_the_summary_says_the_limits_and_the_ceiling(self, survey) -> None:
-        plan = make_plan(survey, goal=Goal.SERVING, max_error={Role.FPROP: 0.1, Role.WGRAD: 0.3}).document
-        limits, ceiling = gather_page(Run(Path("run"), plan=plan, survey=survey.document)).summary
-        assert "error at most 0.3, at least 1.05× as fast" in limits
-        assert plain(ceiling) == "Sites hold 80 % of a 5 ms training step: were they free, the step would gain at most 5.0×."
-
-    def test_then_with_what_is_planned_surveyed_or_nothing(self, survey) -> None:
-        plan = make_plan(survey, goal=Goal.SERVING).document
-        assert (
-            headline(Run(Path("run"), plan=plan)) == "1 of 4 sites leave fp32: all sites together 1.67× as fast"
-        )  # 1000 ÷ 600 µs
-        none = make_plan(survey, goal=Goal.SERVING, max_error=0.001).document
-        assert headline(Run(Path("run"), plan=none)).startswith("All 4 sites stay in fp32")
-        assert headline(Run(Path("run"), survey=survey.document)) == "4 sites measured, no plan yet"
-        assert headline(Run(Path("run"))) == "Nothing measured yet"
 
 
 class TestMap:
