@@ -191,6 +191,27 @@ def test_layers_whose_parameters_others_read(with_example: bool) -> None:
     model(torch.randn(2, 4))
 
 
+def test_linear_layers_of_a_branch_that_the_example_does_not_take_but_not_its_norms() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            towers = {task: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.SiLU(), nn.Linear(8, 8)) for task in "ab"}
+            self.first, self.towers, self.head = nn.Linear(6, 8), nn.ModuleDict(towers), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor, task: str) -> Tensor:
+            return self.head(self.towers[task](self.first(x)))
+
+    model, x = Branches(), torch.randn(4, 6)
+    report = loka.apply_mods(model, example=(x, "a"))
+    replaced = [f"{mod} towers.{task}.{i}" for mod, i in (("block_norm", 1), ("hard_swish", 2)) for task in "ab"]
+    assert changed(report) == [*replaced, "no_bias towers.a.0", "no_bias towers.a.3"]
+    assert [name for name, why in reasons(report).items() if "is never called" in why] == [
+        "no_bias towers.b.0",
+        "no_bias towers.b.3",
+    ]
+    model(x, "b")
+
+
 @pytest.mark.parametrize("with_example", [False, True])
 def test_a_norm_whose_weight_forward_reads(with_example: bool) -> None:
     class Gained(nn.Module):
