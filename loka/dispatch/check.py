@@ -24,6 +24,7 @@ from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_ch
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
 from loka.nn.kept_state import left_as_it_was, random_state_kept
+from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, unwrapped
 from loka.nn.weight_casts import recast_after_step
 
@@ -257,7 +258,7 @@ class _Trial:
         return 1e6 * (self._now() - start) / len(self.batches)
 
     def _now(self) -> float:
-        if next(self.model.parameters()).device.type == "cuda":
+        if device_of_sites(self.model).type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 

@@ -8,6 +8,7 @@ from loka.core.fingerprint import fingerprint
 from loka.core.plan import Plan
 from loka.core.recipe import Format
 from loka.kernels.device import device_of
+from loka.nn.site_device import device_of_sites
 
 REMEASURE = "measure again here with `loka measure run`, then `loka plan run`"
 
@@ -78,7 +79,7 @@ def _different_sites(sites: dict[str, nn.Linear], plan: Plan) -> list[str]:
 def environment_differences(model: nn.Module, plan: Plan) -> list[str]:
     """Device, versions and precision that are not those the plan was measured with, each named."""
     then = plan.document.environment
-    now = current_environment(device_of(next(model.parameters()).device))
+    now = current_environment(device_of(device_of_sites(model)))
     found = [] if then.device == now.device else [f"device: measured on {then.device}, this is {now.device}"]
     if then.cuda != now.cuda:
         found.append(f"CUDA: measured with {then.cuda}, this is {now.cuda}")

@@ -19,6 +19,7 @@ from loka.dispatch.swap import AppliedPlan, applied_to, required_applied
 from loka.nn.fused_block import FusedBlock
 from loka.nn.linear import has_rows, input_of
 from loka.nn.passing_hook import PassingHook
+from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import unwrapped
 
 logger = logging.getLogger("loka")
@@ -90,8 +91,7 @@ class Guard:
         self.events: list[GuardEvent] = []
         self._applied = applied
         self._doubtful: set[tuple[str, Role]] = set()  # whose gradients were no numbers at the last check
-        device = next(self._model.parameters()).device
-        self._generator = torch.Generator(device).manual_seed(0)  # the user's own stays untouched
+        self._generator = torch.Generator(device_of_sites(self._model)).manual_seed(0)  # the user's own stays untouched
         self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
 
     @contextmanager

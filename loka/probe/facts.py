@@ -14,6 +14,7 @@ from loka.core.record import UNKNOWN_READER
 from loka.nn.blocks import Block, Consumer, FoundBlocks, any_of, find_blocks
 from loka.nn.graph import Kind
 from loka.nn.linear import LokaLinear, why_not_swapped
+from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, arguments_of
 from loka.probe.watch import Watch
 
@@ -25,7 +26,7 @@ def blocks_of(model: nn.Module, seen: Watch, example: Example | None) -> FoundBl
     given = seen.example if example is None else arguments_of(example)
     if given is None:
         return find_blocks(model)
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    device = device_of_sites(model).type
     dtype = seen.example_autocast
     try:
         with torch.autocast(device, dtype) if dtype else nullcontext():

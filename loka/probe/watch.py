@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from loka.nn.linear import has_rows
 from loka.nn.passing_hook import PassingHook
+from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Arguments
 
 
@@ -105,7 +106,7 @@ def _example_hook(seen: Watch) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if seen.example is None:
             seen.example = Arguments(*tree_map(lambda leaf: leaf, (args, kwargs)))  # forward may take out of collections
-            device = next((p.device.type for p in module.parameters()), "cpu")
+            device = device_of_sites(module).type
             seen.example_autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     return hook
