@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import MIXED, ROWWISE, batch, plan_for, tower
+from plans import MIXED, ROWWISE, Tower, batch, plan_for, tower
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +68,24 @@ def test_a_plan_for_fp32_names_weights_that_are_bf16_by_now() -> None:
         loka.apply_plan(model, plan)
     assert applied_to(model) is None
     assert loka.apply_plan(model, plan, on_missing="high_precision").sites == ("bottom",)
+
+
+def test_a_layer_in_bf16_that_a_plan_for_fp32_leaves_alone_is_no_difference() -> None:
+    class Mixed(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.top.bfloat16()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.top(self.bottom(x).relu().bfloat16()).float())
+
+    torch.manual_seed(0)
+    model, x = Mixed(), batch()
+    y_high = model(x)
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
+    y = model(x)
+    assert not torch.equal(y, y_high)
+    torch.testing.assert_close(y, y_high, rtol=0.1, atol=0.05)
 
 
 def test_kernels_that_are_missing_fall_back_only_when_asked() -> None:
