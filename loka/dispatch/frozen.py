@@ -19,7 +19,7 @@ from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
 from loka.nn.linear import as_read, has_rows, output_dtype, require_rows
-from loka.nn.site import no_autocast, refuse_tangents
+from loka.nn.site import no_autocast, refuse_unseen_derivatives
 from loka.numerics.formats import is_format
 
 
@@ -61,7 +61,7 @@ class Frozen(nn.Module):
         learns = (input, *self._parameters.values())
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in learns):
             raise InvalidInput("this model was frozen for serving and has no gradients: run it under torch.no_grad()")
-        refuse_tangents(*learns)
+        refuse_unseen_derivatives(*learns)
         if input.ndim == 0 or input.shape[-1] != self.in_features:
             raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
 

@@ -34,7 +34,7 @@ def run_site(
     learned = (x_MK, weight_NK, *(() if bias_N is None else (bias_N,)))
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in learned):
         # Not by way of autograd: it casts for a backward that never comes, and torch.compile loses its context here.
-        refuse_tangents(*learned)
+        refuse_unseen_derivatives(*learned)
         weight_casts = _with_high_precision(executor, weight_NK, weight_casts, Role.FPROP, vectors)
         x_casts = _cast(executor, TensorName.X, x_MK, (Role.FPROP,), vectors)
         with no_autocast(x_MK):
@@ -45,8 +45,14 @@ def run_site(
     return _Site.apply(x_MK, weight_NK, bias_N, features_K, shift_N, executor, forms, *tensors)
 
 
-def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Codes have no derivative: what forward-mode AD makes of casts is wrong, and nobody would be told."""
+def refuse_unseen_derivatives(*tensors: Tensor | None) -> None:
+    """Codes have no derivative: what forward-mode AD, and autograd through a vmap, make of casts is wrong, and nobody would be
+    told."""
+    if torch.is_grad_enabled() and any(tensor is not None and _learns_outside_of_vmap(tensor) for tensor in tensors):
+        raise InvalidInput(
+            "8-bit layers have no gradients inside torch.vmap: run them under torch.no_grad(), or in high precision, behind "
+            "loka.restore(model)"
+        )
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -54,6 +60,16 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
             "8-bit layers have no derivatives by forward-mode AD (torch.func.jvp and the like): run them in high precision, "
             "behind loka.restore(model)"
         )
+
+
+def _learns_outside_of_vmap(tensor: Tensor) -> bool:
+    """Inside a vmap a tensor says that it needs no gradient, whatever it is a batch of."""
+    if torch.compiler.is_compiling():
+        return torch._C._functorch.is_batchedtensor(tensor)  # what is raised for it leads back to an eager call, which knows
+    is_batched = False
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor, is_batched = torch._C._functorch.get_unwrapped(tensor), True
+    return is_batched and tensor.requires_grad
 
 
 class _Site(torch.autograd.Function):

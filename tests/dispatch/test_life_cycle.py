@@ -127,6 +127,40 @@ def test_forward_mode_derivatives_are_refused(fused: bool, frozen: bool, monkeyp
             torch.func.jvp(model, (batch(),), (batch(),))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_through_a_vmap_are_refused(
+    fused: bool, frozen: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    """Of what it is given, and of weights that stand in the place of a model's own. Without gradients it runs."""
+    emulate(monkeypatch)
+    model = tower()
+    loka.apply_plan(model, plan_for(model, {"top.0": BlockPlan("triton.block", None, "top.1")} if fused else SITES))
+    if frozen:
+        loka.freeze(model)
+    batches, x = torch.stack([batch(8, seed) for seed in range(3)]), batch()
+
+    def over_inputs(x: Tensor) -> Tensor:
+        return torch.vmap(model)(x)
+
+    def over_weights(weights: dict[str, Tensor]) -> Tensor:
+        return torch.vmap(lambda given: torch.func.functional_call(model, given, (x,)))(weights)
+
+    if compiled:
+        over_inputs, over_weights = (torch.compile(f, backend="aot_eager") for f in (over_inputs, over_weights))
+    weights = {name: torch.stack([weight.detach()] * 3).requires_grad_() for name, weight in model.named_parameters()}
+    model.requires_grad_(False)
+    with pytest.raises(InvalidInput, match=r"inside torch\.vmap"):
+        over_inputs(batches.clone().requires_grad_())
+    if not frozen:  # which reads no others
+        with pytest.raises(InvalidInput, match=r"inside torch\.vmap"):
+            over_weights(weights)
+    if not fused:  # whose kernels take no batch of batches
+        with torch.no_grad():
+            torch.testing.assert_close(over_inputs(batches), torch.stack([model(x) for x in batches]))
+
+
 def test_a_parametrization_that_is_put_on_later_runs_once_a_call() -> None:
     def directions(model: nn.Module) -> Tensor:
         torch.manual_seed(0)
