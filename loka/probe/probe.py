@@ -82,6 +82,8 @@ class Probe:
         for name, site in self._sites.items():
             _require_measurable(name, site)
         self._device = self._one_device()
+        if self._device.type == "meta":
+            raise InvalidInput("the model lies on the meta device, without values: fill it first, then probe it")
         self._rows = rows
         self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._generator = torch.Generator(self._device).manual_seed(seed)

@@ -447,6 +447,11 @@ def test_a_layer_without_a_shape_is_refused() -> None:
         loka.Probe(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
 
 
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="the model lies on the meta device, without values: fill it first, then probe it"):
+        loka.Probe(nn.Sequential(nn.Linear(2, 2, device="meta")))
+
+
 def test_a_model_without_linear_layers_is_refused() -> None:
     with pytest.raises(InvalidInput, match="Conv1d has no linear layer"):
         loka.Probe(nn.Conv1d(2, 2, 1))
