@@ -59,5 +59,9 @@ class PassThrough(nn.Identity):
         super().__init__()
         self.absorbed_by = absorbed_by
 
+    def forward(self, input: Tensor | None = None, *, x: Tensor | None = None) -> Tensor | None:  # pyrefly: ignore[bad-override]
+        """What it is given, by either name that a BlockNorm takes."""
+        return input if x is None else x
+
     def extra_repr(self) -> str:
         return f"absorbed by {self.absorbed_by}"

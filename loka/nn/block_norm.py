@@ -43,7 +43,11 @@ class BlockNorm(nn.Module):
         self.sizes = block_sizes(n_features, block)
         self.bound = math.sqrt(self.sizes[0])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | None = None, *, input: Tensor | None = None) -> Tensor:
+        """Of ``x``, which forwards may also pass as ``input``: so nn.LayerNorm names it, and nn.RMSNorm names it x."""
+        x = input if x is None else x
+        if x is None:
+            raise InvalidInput(f"expected floats of shape (..., {self.n_features}), got nothing")
         if x.ndim == 0 or x.shape[-1] != self.n_features or not x.is_floating_point():
             raise InvalidInput(f"expected floats of shape (..., {self.n_features}), got {x.dtype} of {tuple(x.shape)}")
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

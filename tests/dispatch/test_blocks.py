@@ -302,3 +302,18 @@ def test_a_block_that_is_worth_nothing_without_the_one_in_front_falls_back_with_
     assert "has hooks" in applied.fell_back["layers.0"]
     assert "without layers.0 in front, under 1.05×" in applied.fell_back["layers.3"]
     assert type(model.layers[3]) is nn.Linear
+
+
+@pytest.mark.parametrize("name", ["x", "input"])
+def test_what_a_block_absorbs_may_be_called_by_the_name_of_its_argument(name: str) -> None:
+    class Named(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for index, layer in enumerate(self.layers):
+                x = layer(**{name if index % 3 == 1 else "input": x})  # norms, and linear layers and activations
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Named()
+    expected = model(batch())
+    loka.apply_plan(model, chain_plan(model), example=(batch(),))
+    torch.testing.assert_close(model(batch()), expected)

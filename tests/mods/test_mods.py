@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from report_lines import changed
 from torch import Tensor, nn
 
 import loka
@@ -295,3 +296,21 @@ def test_functions_that_do_the_same_are_reported() -> None:
     assert set(report.not_covered) == {Uncovered("layer_norm", "0"), Uncovered("silu", "0")}
     assert "silu in 0" in str(report)
     assert loka.apply_mods(model, "hard_swish").not_covered == (Uncovered("silu", "0"),)
+
+
+@pytest.mark.parametrize(("norm", "name"), [(nn.LayerNorm(8), "input"), (nn.RMSNorm(8), "x")])
+def test_a_norm_and_an_activation_that_are_called_by_the_names_of_their_arguments(norm: nn.Module, name: str) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.activation, self.head = nn.Linear(6, 8), copy.deepcopy(norm), nn.SiLU(), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.activation(input=self.norm(**{name: self.first(input=x)})))
+
+    model, x = Named(), torch.randn(4, 6)
+    report = loka.apply_mods(model, example=(x,))
+    assert changed(report) == ["block_norm norm", "hard_swish activation"]
+    y = model.first(x)
+    y = F.hardswish(y / (y.square().mean(1, keepdim=True) + model.norm.eps).sqrt())
+    torch.testing.assert_close(model(x), model.head(y))
