@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loka.core.gemm import Role
+from loka.core.progress import is_terminal
 
 TEXT_COLUMNS = ("site", "block", "notes", "kernel", "role", "roles", "operands (a·b)", *Role)
 
@@ -23,7 +24,7 @@ def plain_table(title: str, columns: list[str]) -> Table:
 
 def console() -> Console:
     """Standard output; where it is no terminal, wide enough that tables are whole. Brackets are text: a pattern, a shape."""
-    return Console(width=None if sys.stdout.isatty() else 200, markup=False)
+    return Console(width=None if is_terminal(sys.stdout) else 200, markup=False)
 
 
 def microseconds(time_us: float) -> str:

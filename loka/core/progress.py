@@ -81,7 +81,12 @@ class Bar:
 
 
 def for_this_output() -> Progress:
-    return Bar() if sys.stdout.isatty() else Lines()
+    return Bar() if is_terminal(sys.stdout) else Lines()
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """False where there is none: a service may start its processes without a standard output."""
+    return stream is not None and stream.isatty()
 
 
 def is_read(stream: TextIO | None) -> bool:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self
 
+from loka.core.progress import is_terminal
 from loka.train.run_folder import LogRow
 
 
@@ -80,7 +81,7 @@ class Bar:
 
 
 def for_this_output() -> Progress:
-    return Bar() if sys.stdout.isatty() else Lines()
+    return Bar() if is_terminal(sys.stdout) else Lines()
 
 
 def describe(row: LogRow) -> str:

@@ -85,8 +85,13 @@ def test_a_reader_who_has_enough_gets_no_traceback(words: tuple[str, ...], unbuf
     assert errors == ""
 
 
-def test_without_a_standard_output_nothing_fails() -> None:
-    done = subprocess.run(f"{sys.executable} -m loka --help >&-", shell=True, capture_output=True, text=True, check=False)
+TRAIN = "train --model dlrm --preset tiny --steps 1 --batch-size 8 --out"
+
+
+@pytest.mark.parametrize("words", ["--help", "kernels", TRAIN, "probe dlrm-tiny@synthetic --steps 1 --batch-size 8 --out"])
+def test_without_a_standard_output_nothing_fails(words: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m loka {words} {tmp_path / 'run' if '--out' in words else ''} >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
