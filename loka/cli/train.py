@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from loka.train.loop import TrainResult
 
 
-def train(config: Annotated[TrainConfig, Parameter(name="*")], *, resume: bool = False, skip_bad_rows: bool = False) -> None:
+def train(
+    config: Annotated[TrainConfig, Parameter(name="*", consume_multiple=1)],
+    *,
+    resume: bool = False,
+    skip_bad_rows: bool = False,
+) -> None:
     """Train a model and score it on held-out examples.
 
     Example: loka train --model wukong --steps 500 --out run

@@ -62,7 +62,7 @@ class TrainConfig:
     cuda_graphs: bool = False
     """Replay the compiled dense part as CUDA graphs, where the host launches kernels more slowly than the GPU runs them."""
     mods: tuple[str, ...] = ()
-    """Mods to make on the dense part before training, e.g. --mods no_bias --mods block_norm."""
+    """Mods to make on the dense part before training, e.g. --mods no_bias block_norm."""
     plan: str | None = None
     """The plan to train by: a folder with plan.json, or its path."""
     guard_every: int = 100

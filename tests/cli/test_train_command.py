@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+from cyclopts import CycloptsError
 
 from loka.cli import app
 from loka.core.errors import InvalidInput, UnknownName
@@ -44,6 +45,15 @@ def test_words_become_the_config(parsed):
         data_options={"dense": "raw", "skip_bad_rows": True},
         out="elsewhere",
     )
+
+
+@pytest.mark.parametrize("words", ["--mods no_bias block_norm", "--mods no_bias --mods block_norm"])
+def test_mods_are_named_as_for_the_probe(parsed, words):
+    with pytest.raises(InvalidInput, match="stop here"):
+        run(f"train wukong {words} --steps 7")
+    assert parsed["config"] == TrainConfig("wukong", mods=("no_bias", "block_norm"), steps=7)
+    with pytest.raises(CycloptsError, match="--mods"):
+        app("train wukong --mods --steps 7", exit_on_error=False, print_error=False)
 
 
 def test_unknown_names_list_the_known(tmp_path):
