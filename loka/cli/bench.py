@@ -8,7 +8,8 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import track
 
-from loka.cli.shapes import BENCHMARK_SHAPES, parse_shape
+from loka.cli.gathering import Out, Results, finish, gathered_results, typed_rows
+from loka.cli.shapes import BENCHMARK_SHAPES, Shapes, parse_shape
 from loka.cli.tables import grouped_reasons
 from loka.core.gemm import Role
 
@@ -25,43 +26,43 @@ app.command("loka.cli.bench_quality:quality", help="What low precision does to l
 @app.command
 def gemm(
     *,
-    shapes: Annotated[
-        list[str] | None, Parameter(help="ROWSxINxOUT; the 27 benchmark shapes if not given.", consume_multiple=True)
-    ] = None,
+    shapes: Shapes = None,
     kernels: Annotated[
         list[str] | None, Parameter(help="Names; all but reference.* if not given.", consume_multiple=True)
     ] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
-    out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
+    out: Out = "benchmarks/results",
+    results: Results = None,
 ) -> None:
     """Every kernel at every shape and role: casts, GEMM, the whole, and the error.
 
+    A shape whose kernels are all in the results file is not measured again: call it again for the rest.
+
     Example: loka bench gemm --shapes 2048x1024x1024 --out /tmp/results
     """
-    from loka.core.environment import current_command, current_environment
-    from loka.core.files import require_folder
-    from loka.core.results import write_results
+    import msgspec
+
     from loka.kernels.contract import KERNELS, is_oracle
-    from loka.kernels.device import device_named, device_of, model_dtype
-    from loka.measure.gemm import measure_site
+    from loka.kernels.device import device_named, model_dtype
+    from loka.measure.gemm import GemmMeasurement, measure_site
     from loka.measure.parts import SiteTensors, baseline_kernel
     from loka.numerics.formats import format_of
 
-    require_folder(out)
     where = device_named(device)
     dtype = model_dtype(where)
     sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)
     names = kernels or [name for name in KERNELS.names() if not is_oracle(name)]
     baseline = baseline_kernel(format_of(dtype))
     names = [baseline, *(KERNELS.get(name).name for name in names if name != baseline)]
-    rows: list[GemmMeasurement] = []
-    for site in track(sites, description="measuring", console=Console(stderr=True)):
-        rows += measure_site(site, SiteTensors.random(site, dtype, where), names)
-    tables = "\n".join([_summary(rows, baseline), *(_per_shape(rows, baseline, role) for role in Role), _reasons(rows)])
-    environment = current_environment(device_of(where))
-    paths = write_results(out, "gemm", environment, current_command(), rows, tables)
-    print(_summary(rows, baseline))
-    print("\n".join(f"wrote {path}" for path in paths))
+    gathered = gathered_results("gemm", where, out, results)
+    missing = [site for site in sites if any(f"{site}/{name}/{role}" not in gathered.rows for name in names for role in Role)]
+    for site in track(missing, description="measuring", console=Console(stderr=True)):
+        measured = measure_site(site, SiteTensors.random(site, dtype, where), names)
+        gathered.add_all({f"{site}/{row.kernel}/{row.role}": msgspec.to_builtins(row) for row in measured})
+    rows = typed_rows(gathered, GemmMeasurement)
+    summary = _summary(rows, baseline)
+    tables = "\n".join([summary, *(_per_shape(rows, baseline, role) for role in Role), _reasons(rows)])
+    finish(gathered, tables, shown=summary)
 
 
 def _summary(rows: "list[GemmMeasurement]", baseline: str) -> str:
@@ -94,12 +95,12 @@ def _per_shape(rows: "list[GemmMeasurement]", baseline: str, role: Role) -> str:
     found = {(row.kernel, row.site): row for row in rows if row.role is role}
     table = []
     for site in dict.fromkeys(row.site for row in rows):
-        table.append([str(site), *(_cell(found[kernel, site]) for kernel in kernels)])
+        table.append([str(site), *(_cell(found.get((kernel, site))) for kernel in kernels)])
     return f"{role}, µs: cast of each operand, GEMM → whole\n\n" + markdown_table(["rows×in×out", *kernels], table)
 
 
-def _cell(row: "GemmMeasurement") -> str:
-    if row.gemm is None or row.whole is None:
+def _cell(row: "GemmMeasurement | None") -> str:
+    if row is None or row.gemm is None or row.whole is None:
         return "–"
     casts = " ".join(f"{name} {time:.1f}" for name, time in row.cast_us.items())
     return f"{casts}, {row.gemm.median_us:.1f} → **{row.whole.median_us:.1f}**"

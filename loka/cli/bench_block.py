@@ -2,24 +2,16 @@
 
 import os
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from loka.cli.shapes import BENCHMARK_LAYERS, BENCHMARK_ROWS, BENCHMARK_SHAPES, parse_shape
+from loka.cli.gathering import Out, Results, finish, gathered_results, typed_rows
+from loka.cli.shapes import BENCHMARK_LAYERS, BENCHMARK_ROWS, BENCHMARK_SHAPES, Shapes, parse_shape
 from loka.core.errors import KernelUnavailable
-from loka.core.results import GatheredResults
 
 if TYPE_CHECKING:
     import torch
-
-Row = TypeVar("Row")
-Shapes = Annotated[
-    list[str] | None, Parameter(help="ROWSxINxOUT; the 27 benchmark shapes if not given.", consume_multiple=True)
-]
-Out = Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")]
-Results = Annotated[Path | None, Parameter(help="Results file to continue; one of today's in --out if not given.")]
 
 
 def block(
@@ -48,7 +40,7 @@ def block(
     if unknown := [name for name in ways or () if name not in WAYS]:
         raise UnknownName(f"no way to run a block is called {unknown[0]!r}. Known: {', '.join(WAYS)}")
     chosen = list(WAYS) if ways is None else list(dict.fromkeys([BASELINE, *ways]))
-    gathered = _gathered("block", where, out, results)
+    gathered = gathered_results("block", where, out, results)
     sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)
     missing = [site for site in sites if str(site) not in gathered.rows]
     begin = time.monotonic()
@@ -64,7 +56,7 @@ def block(
             if BASELINE in times and FUSED in times
         )
         print(f"{site}: {told or 'see why not'}, after {time.monotonic() - begin:.0f} s", flush=True)
-    _finish(gathered, block_tables(_typed(gathered, BlockMeasurement)))
+    finish(gathered, block_tables(typed_rows(gathered, BlockMeasurement)))
 
 
 def casts(
@@ -83,14 +75,14 @@ def casts(
     from loka.measure.cast_bench import CastMeasurement, measure_casts
 
     where = _required_gpu(device)
-    gathered = _gathered("casts", where, out, results)
+    gathered = gathered_results("casts", where, out, results)
     widths = sorted({k for k, _ in BENCHMARK_LAYERS})
     for rows, cols in ((rows, cols) for rows in BENCHMARK_ROWS for cols in widths):
         if f"{rows}x{cols}" not in gathered.rows:
             measured = measure_casts(rows, cols, where)
             gathered.add(f"{rows}x{cols}", msgspec.to_builtins(measured))
             print(f"{rows}x{cols}: {len(measured.warm_us)} casts", flush=True)
-    _finish(gathered, cast_tables(_typed(gathered, CastMeasurement)))
+    finish(gathered, cast_tables(typed_rows(gathered, CastMeasurement)))
 
 
 def _required_gpu(device: str) -> "torch.device":
@@ -103,21 +95,3 @@ def _required_gpu(device: str) -> "torch.device":
     if reason := why_not_here(where, torch.bfloat16):
         raise KernelUnavailable(f"this measures our Triton kernels, and on {where} they cannot run: {reason}")
     return where
-
-
-def _gathered(name: str, where: "torch.device", out: str, results: Path | None) -> GatheredResults:
-    from loka.core.environment import current_command, current_environment
-    from loka.kernels.device import device_of
-
-    return GatheredResults(out, name, current_environment(device_of(where)), current_command(), results)
-
-
-def _typed(gathered: GatheredResults, kind: type[Row]) -> list[Row]:
-    import msgspec
-
-    return [msgspec.convert(row, kind) for row in gathered.rows.values()]  # "key" belongs to the file
-
-
-def _finish(gathered: GatheredResults, tables: str) -> None:
-    print(tables)
-    print(f"wrote {gathered.write_markdown(tables)} and {gathered.json_path}")

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from loka.cli.gathering import Out, Results, finish, gathered_results
+
 NOTES = (
     "Speed-ups are ratios of medians over steps taken in turn with the baseline; on a GPU the dense part is "
     "compiled and the whole replayed as a CUDA graph (* launched by the host instead; – could not run). Speed-up at most: "
@@ -33,8 +35,8 @@ def model(
     ] = 0,
     surveys: Annotated[Path | None, Parameter(help="Folder to keep surveys in; those that are there are planned from.")] = None,
     retry_failed: Annotated[bool, Parameter(help="Try again what could not run in an earlier call.")] = False,
-    out: Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")] = "benchmarks/results",
-    results: Annotated[Path | None, Parameter(help="Results file to continue; one of today's in --out if not given.")] = None,
+    out: Out = "benchmarks/results",
+    results: Results = None,
 ) -> None:
     """Time whole training steps and serving calls: compiled fp32, tf32 and bf16, torchao, FBGEMM, LoKA with and without Mods.
 
@@ -42,12 +44,10 @@ def model(
 
     Example: loka bench model --models wukong --presets base --batch-sizes 2048 --arms loka torchao.rowwise
     """
-    from loka.core.environment import current_command, current_environment
     from loka.core.errors import UnknownName
     from loka.core.plan import Goal
-    from loka.core.results import GatheredResults
     from loka.kernels.contract import KERNELS
-    from loka.kernels.device import device_named, device_of
+    from loka.kernels.device import device_named
     from loka.models.registry import MODELS
     from loka.train.model_arms import ARMS, BASELINE
     from loka.train.model_bench import Cell, ModelBench
@@ -60,7 +60,7 @@ def model(
         raise UnknownName(f"no arm is called {unknown[0]!r}. Known: {', '.join(ARMS)}")
     for kernel in kernels or ():
         KERNELS.get(kernel)  # or its absence would be written down as the failure of an arm
-    gathered = GatheredResults(out, "model", current_environment(device_of(where)), current_command(), results)
+    gathered = gathered_results("model", where, out, results)
     bench = ModelBench(where, timed_steps=timed_steps, surveys=surveys, kernels=kernels)
     begin = time.monotonic()
     cells = [
@@ -86,6 +86,4 @@ def model(
                 print("the time budget is spent: the same call again measures the rest")
                 break
     if gathered.rows:
-        tables = f"{NOTES}\n\n{make_tables(gathered)}"
-        print(tables)
-        print(f"wrote {gathered.write_markdown(tables)} and {gathered.json_path}")
+        finish(gathered, f"{NOTES}\n\n{make_tables(gathered)}")

@@ -1,9 +1,10 @@
 """``loka bench quality``: what low precision does to log-loss, on paired runs."""
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+
+from loka.cli.gathering import Results, gathered_results
 
 
 def quality(
@@ -33,7 +34,7 @@ def quality(
     parallel: Annotated[int, Parameter(help="Runs at once: small models leave a GPU idle between launches.")] = 1,
     budget_s: Annotated[float, Parameter(help="Start no run after this many seconds.")] = float("inf"),
     out: Annotated[str, Parameter(help="Folder for tables and pictures.")] = "benchmarks/results",
-    results: Annotated[Path | None, Parameter(help="Results file to continue; one of today's in --out if not given.")] = None,
+    results: Results = None,
 ) -> None:
     """Train arms on the same batches from the same weights and compare their held-out log-loss, seed by seed.
 
@@ -41,10 +42,8 @@ def quality(
 
     Example: loka bench quality --settings criteo-raw criteo-log --criteo train.txt --arms fp32 naive loka --preset tiny
     """
-    from loka.core.environment import current_command, current_environment
-    from loka.core.results import GatheredResults
     from loka.kernels.contract import KERNELS
-    from loka.kernels.device import device_named, device_of
+    from loka.kernels.device import device_named
     from loka.train.quality_bench import Campaign, make_table, run_campaign, write_report
     from loka.train.quality_settings import SETTINGS
 
@@ -63,7 +62,7 @@ def quality(
         overrides={name: value for name, value in given.items() if value is not None},
         kernels=kernels,
     )
-    gathered = GatheredResults(out, "quality", current_environment(device_of(where)), current_command(), results)
+    gathered = gathered_results("quality", where, out, results)
     run_campaign(campaign, gathered, parallel=parallel, budget_s=budget_s, say=lambda line: print(line, flush=True))
     if gathered.rows:
         files = write_report(gathered)

@@ -1,5 +1,9 @@
 """Shapes as typed on the command line, and the benchmark's own."""
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from loka.core.errors import InvalidInput
 from loka.core.gemm import SiteShape
 
@@ -17,6 +21,10 @@ BENCHMARK_LAYERS = (
     (4096, 4096),
 )
 BENCHMARK_SHAPES = tuple(SiteShape(m, k, n) for m in BENCHMARK_ROWS for k, n in BENCHMARK_LAYERS)
+
+Shapes = Annotated[
+    list[str] | None, Parameter(help="ROWSxINxOUT; the 27 benchmark shapes if not given.", consume_multiple=True)
+]
 
 
 def parse_shape(text: str) -> SiteShape:

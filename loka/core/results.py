@@ -46,7 +46,10 @@ class GatheredResults:
                 raise InvalidFile(f"{self.json_path} holds {kind[1]} by {kind[0]}, not {name} by {SCHEMA}: name another file")
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        self.rows[key] = {"key": key, **row}
+        self.add_all({key: row})
+
+    def add_all(self, rows: dict[str, dict[str, Any]]) -> None:
+        self.rows |= {key: {"key": key, **row} for key, row in rows.items()}
         _write_json(self.json_path, *self._about, list(self.rows.values()))
 
     def write_markdown(self, tables: str) -> Path:

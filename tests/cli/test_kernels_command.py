@@ -8,6 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from loka.cli import app
+from loka.core.gemm import SiteShape
+from loka.measure import gemm as gemm_module
+
 
 def loka(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "loka", *arguments]
@@ -114,3 +118,26 @@ def test_bench_gemm_writes_its_table(tmp_path: Path) -> None:
     assert "| onednn.int8 | fprop | 1 |" in text
     assert "32x64x48" in text
     assert str(json_path) in done.stdout
+
+
+def test_bench_gemm_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    measured, measure_site = [], gemm_module.measure_site
+
+    def measure(site: SiteShape, *args: object) -> object:
+        if site.n == 16:
+            raise KeyboardInterrupt
+        measured.append((str(site), *args[1]))
+        return measure_site(site, *args)
+
+    monkeypatch.setattr(gemm_module, "measure_site", measure)
+    bench = f"bench gemm --device cpu --out {tmp_path} --kernels"
+    with pytest.raises(SystemExit, match="130"):
+        app(f"{bench} onednn.int8 --shapes 8x32x8 8x32x16", exit_on_error=False)
+    app(f"{bench} onednn.int8 --shapes 8x32x8 8x32x24", exit_on_error=False, result_action="return_value")
+    app(f"{bench} onednn.int8_dynamic --shapes 8x32x24", exit_on_error=False, result_action="return_value")
+    both, dynamic = ("torch.fp32", "onednn.int8"), ("torch.fp32", "onednn.int8_dynamic")
+    assert measured == [("8x32x8", *both), ("8x32x24", *both), ("8x32x24", *dynamic)]
+    assert "| onednn.int8 | fprop | 2 |" in capsys.readouterr().out
+    (table,) = tmp_path.glob("*.md")
+    (line,) = [line for line in table.read_text().splitlines() if line.startswith("| 8x32x8 |") and line.count("→") == 2]
+    assert line.endswith("| – |")  # the third kernel is not there

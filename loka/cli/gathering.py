@@ -1,0 +1,34 @@
+"""What benchmarks that gather results share: rows are written as they are measured, and the same call again goes on."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from cyclopts import Parameter
+
+from loka.core.results import GatheredResults
+
+if TYPE_CHECKING:
+    import torch
+
+Row = TypeVar("Row")
+Out = Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")]
+Results = Annotated[Path | None, Parameter(help="Results file to continue; one of today's in --out if not given.")]
+
+
+def gathered_results(name: str, where: "torch.device", out: str, results: Path | None) -> GatheredResults:
+    from loka.core.environment import current_command, current_environment
+    from loka.kernels.device import device_of
+
+    return GatheredResults(out, name, current_environment(device_of(where)), current_command(), results)
+
+
+def typed_rows(gathered: GatheredResults, kind: type[Row]) -> list[Row]:
+    import msgspec
+
+    return [msgspec.convert(row, kind) for row in gathered.rows.values()]  # "key" belongs to the file
+
+
+def finish(gathered: GatheredResults, tables: str, *, shown: str | None = None) -> None:
+    """Print ``shown``, all of ``tables`` if not given, and where all of them are."""
+    print(tables if shown is None else shown)
+    print(f"wrote {gathered.write_markdown(tables)} and {gathered.json_path}")
