@@ -1,14 +1,15 @@
 """``measure``: from a Record the Survey. Ceiling first, then every site: errors, times, blocks; written after each of them."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from loka.core.environment import Environment, current_environment
 from loka.core.errors import InvalidInput, KernelUnavailable, require_kind
-from loka.core.files import require_folder
 from loka.core.gemm import Role
+from loka.core.locking import alone_in
 from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record, SiteRecord
@@ -53,19 +54,18 @@ def measure(
     it: one that raises, hangs or returns nonsense is listed with its reason.
     """
     require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
-    if out is not None:
-        require_folder(out)
     where = device_named(str(device or "auto"))
     names = chosen_kernels(record, kernels, where)
     environment = current_environment(device_of(where))
-    partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
-    outside = torch.autocast(where.type, enabled=False)  # the baseline would run in its dtype, and the truth too
-    with progress or Silent() as shown, one_triton_cache(where.type), outside:
-        document = _measure(record, names, where, environment, partial, shown)
-    survey = Survey(document, _vectors(record, document))
-    if out is not None:
-        survey.save(out)
-        partial.remove()
+    with nullcontext() if out is None else alone_in(out):
+        partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
+        outside = torch.autocast(where.type, enabled=False)  # the baseline would run in its dtype, and the truth too
+        with progress or Silent() as shown, one_triton_cache(where.type), outside:
+            document = _measure(record, names, where, environment, partial, shown)
+        survey = Survey(document, _vectors(record, document))
+        if out is not None:
+            survey.save(out)
+            partial.remove()
     return survey
 
 

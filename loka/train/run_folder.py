@@ -1,8 +1,5 @@
 """The files of a run: ``metrics.jsonl``, ``checkpoints/`` and ``summary.json`` in one folder, consistent after any kill."""
 
-import errno
-import fcntl
-import logging
 import math
 import os
 import shutil
@@ -10,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.files import atomic_write, require_folder
 from loka.core.gemm import Role
+from loka.core.locking import lock
 from loka.dispatch.guard import GuardEvent
 from loka.train.checkpoint import (
     SCHEMA,
@@ -30,8 +27,6 @@ from loka.train.checkpoint import (
 )
 from loka.train.metrics import Metrics
 from loka.train.trainer import Trainer
-
-logger = logging.getLogger("loka")
 
 
 @dataclass(frozen=True)
@@ -87,24 +82,13 @@ class RunFolder:
         require_folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         with self.metrics_file.open("ab") as file:
-            self._lock(file)
+            lock(file, self.path)
             remove_leftovers(self.checkpoints)
             checkpoints = list_checkpoints(self.checkpoints)
             if not checkpoints and file.tell():  # stopped before its first, or it has lost them
                 shutil.copy(self.metrics_file, self.lost_metrics_file)
             file.truncate(self._restore(trainer, checkpoints[-1]) if checkpoints else 0)
             yield
-
-    def _lock(self, file: IO[bytes]) -> None:
-        """For this process, until it closes the file or ends, however it ends."""
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidInput(f"another process is at the run in {self.path}: wait for it, or name another folder") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            logger.warning("%s lies where files cannot be locked: see that one process alone is at it", self.path)
 
     def _restore(self, trainer: Trainer, path: Path) -> int:
         checkpoint = load_checkpoint(path)

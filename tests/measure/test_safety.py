@@ -1,11 +1,15 @@
 """Nothing a kernel or a user does loses the measurement: faulty kernels are told, interrupts are gone on from."""
 
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
 from stand_in_records import record_of, site_record
 
+from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.progress import Silent
 from loka.core.record import SiteRecord
@@ -30,7 +34,7 @@ def candidate(site: SiteSurvey, kernel: str, role: Role) -> Candidate:
 
 class TestFaultyKernels:
     def test_each_is_told_and_the_rest_goes_on(self, faulty_kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("loka.measure.trial.LIMIT_S", 2.0)
+        monkeypatch.setattr("loka.measure.trial.LIMIT_S", 5.0)  # which a busy machine may need to end a process
         weight = normal_weight(256, 256)
         weight[:128, 128:] *= 16
         record = record_of(site_record("a", weight, trains=False), site_record("b", weight, trains=False))
@@ -40,7 +44,7 @@ class TestFaultyKernels:
             assert reasons.pop("torch.fp32") is reasons.pop("reference.rowwise") is None
             assert reasons["faulty.raises"] == "failed: RuntimeError: cutlass cannot implement"
             assert reasons["faulty.nan"] == "returned NaN or inf"
-            assert reasons["faulty.hangs"] == "hung for 2 s at fprop of 128x256x256, tried in a process of its own"
+            assert reasons["faulty.hangs"] == "hung for 5 s at fprop of 128x256x256, tried in a process of its own"
             assert reasons["faulty.dies"].startswith("ended its process with exit code 3 at fprop")  # type: ignore[union-attr]
             assert reasons["faulty.wrong_axis"].startswith("returned nonsense: relative RMS error")  # type: ignore[union-attr]
             assert not any(c.error or c.gemm_us for c in site.candidates if c.why_not)
@@ -94,6 +98,17 @@ class TestResuming:
         assert [site.site for site in survey.sites] == ["a", "b", "c"]
         assert [path.name for path in tmp_path.iterdir()] == ["survey.json"]
         assert Survey.load(tmp_path).document == survey.document
+
+    def test_a_folder_is_one_measurement_s_at_a_time(self, tmp_path: Path) -> None:
+        """Two would time each other, and the second lose what the first has written."""
+        code = "import sys; from loka.core.locking import alone_in\nwith alone_in(sys.argv[1]): print(flush=True); input()"
+        with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdin=PIPE, stdout=PIPE) as other:
+            other.stdout.readline()  # type: ignore[union-attr]
+            with pytest.raises(InvalidInput, match=r"another process is at the run in .*: wait for it, or name another folder"):
+                measure(record_of(*self.sites), kernels=TRUSTED, out=tmp_path)
+            other.kill()
+        assert not list(tmp_path.iterdir())
+        assert measure(record_of(*self.sites), kernels=TRUSTED, out=tmp_path).sites
 
     @pytest.mark.parametrize("end", [-1, -100], ids=["the newline", "a part of it"])
     def test_a_line_that_a_kill_cut_off_is_measured_again(

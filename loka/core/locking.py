@@ -1,0 +1,41 @@
+"""One process at a time: locks that end with whoever holds them, however it ends."""
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from loka.core.errors import InvalidInput
+from loka.core.files import require_folder
+
+logger = logging.getLogger("loka")
+CANNOT = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF)  # the last is NFS's answer for a folder
+
+
+def lock(file: int | IO[bytes], folder: Path) -> None:
+    """For this process, until it closes ``file``; refuses where another has it, in the name of the ``folder`` it stands for."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InvalidInput(f"another process is at the run in {folder}: wait for it, or name another folder") from None
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
+        logger.warning("%s lies where files cannot be locked: see that one process alone is at it", folder)
+
+
+@contextmanager
+def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """The folder made, and no other process in here with the same one until the end."""
+    require_folder(folder)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        lock(descriptor, Path(folder))
+        yield
+    finally:
+        os.close(descriptor)
