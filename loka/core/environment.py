@@ -27,7 +27,7 @@ class Environment(msgspec.Struct, frozen=True):
     @property
     def slug(self) -> str:
         """Hardware and date as the beginning of a file's name, e.g. ``nvidia-h200-2026-11-15``."""
-        name = re.sub(r"\((R|TM)\)|CPU|Processor|@.*|\(sm_\d+\)", " ", self.device)
+        name = re.sub(r"\((R|TM)\)|CPU|Processor|@ *[\d.]+ *[GM]Hz|\(sm_\d+\)", " ", self.device)
         return f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{self.date}"
 
     def __str__(self) -> str:

@@ -206,6 +206,17 @@ class TestResults:
         monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/train_quality.py", "--movielens", "../data/ml-1m"])
         assert current_command() == "python benchmarks/train_quality.py --movielens ml-1m"
 
+    @pytest.mark.parametrize(
+        ("device", "slug"),
+        [
+            ("Intel(R) Xeon(R) Processor @ 2.50GHz (x86_64, 2 threads)", "intel-xeon-x86-64-2-threads-2026-11-15"),
+            ("AMD EPYC 7B13 (x86_64, 8 threads)", "amd-epyc-7b13-x86-64-8-threads-2026-11-15"),
+            ("NVIDIA H200 (sm_90)", "nvidia-h200-2026-11-15"),
+        ],
+    )
+    def test_files_are_named_by_hardware_and_date(self, device: str, slug: str) -> None:
+        assert Environment(device, "3.12.0", "0.1.0", {}, None, "2026-11-15").slug == slug
+
     def test_this_machine(self) -> None:
         environment = current_environment(CPU)
         assert environment.libraries["torch"].startswith("2.")
