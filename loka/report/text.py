@@ -1,9 +1,10 @@
 """The report's essentials for a terminal."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +13,7 @@ from loka.report.page_data import MissingPart, Page, PlanRow, Rejection, Tile
 from loka.report.words import percent, times_faster, with_interval
 
 MOST_ROWS = 40
+WIDE = 140  # columns: in fewer, reasons stand below the plan's table and not in it
 
 
 def page_as_text(page: Page) -> RenderableType:
@@ -26,7 +28,7 @@ def _parts(page: Page) -> Iterator[RenderableType]:
     if page.tiles:
         yield _tiles(page.tiles)
     if page.plan:
-        yield _plan(page.plan, page.goal)
+        yield _PlanTable(page.plan, page.goal)
     if page.rejected:
         yield _rejected(page.rejected)
     if page.findings:
@@ -53,18 +55,38 @@ def _tiles(tiles: tuple[Tile, ...]) -> Table:
     return table
 
 
-def _plan(rows: tuple[PlanRow, ...], goal: str) -> Table:
-    table = _table(f"\nThe plan for {goal}", "site", "role", "kernel", "error>", "speed-up>", "share of time>", "why")
-    for row in sorted(rows, key=lambda row: -row.share)[:MOST_ROWS]:
-        error = "–"
-        if row.error is not None and row.error_low is not None and row.error_high is not None:
-            error = with_interval(row.error, row.error_low, row.error_high)
-        style = "" if row.is_low_precision else "dim"
-        kernel = row.kernel + (f" + {row.transform}" if row.transform else "")
-        table.add_row(row.site, row.role, kernel, error, times_faster(row.speedup), percent(row.share), row.reason, style=style)
-    if len(rows) > MOST_ROWS:
-        table.caption = f"and {len(rows) - MOST_ROWS} more rows with less of the time; --json has all"
-    return table
+@dataclass(frozen=True)
+class _PlanTable:
+    """The rows with the most of the time, and their reasons, in a column where there is room for one."""
+
+    rows: tuple[PlanRow, ...]
+    goal: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        is_wide = options.max_width >= WIDE
+        columns = ("site", "role", "kernel", "error>", "speed-up>", "of time>", *(("why",) if is_wide else ()))
+        table = _table(f"\nThe plan for {self.goal}", *columns)
+        shown = sorted(self.rows, key=lambda row: -row.share)[:MOST_ROWS]
+        for row in shown:
+            style = "" if row.is_low_precision else "dim"
+            table.add_row(*_cells(row), *((row.reason,) if is_wide else ()), style=style)
+        if len(self.rows) > MOST_ROWS:
+            table.caption = f"and {len(self.rows) - MOST_ROWS} more rows with less of the time; --json has all"
+        yield table
+        if not is_wide:
+            named: dict[str, list[str]] = {}
+            for row in shown:
+                named.setdefault(row.reason, []).append(f"{row.site} {row.role}")
+            for reason, names in named.items():
+                yield Padding(Text(f"{', '.join(names)}: {reason}"), (0, 0, 0, 2))
+
+
+def _cells(row: PlanRow) -> tuple[str, ...]:
+    error = "–"
+    if row.error is not None and row.error_low is not None and row.error_high is not None:
+        error = with_interval(row.error, row.error_low, row.error_high)
+    kernel = row.kernel + (f" + {row.transform}" if row.transform else "")
+    return row.site, row.role, kernel, error, times_faster(row.speedup), percent(row.share)
 
 
 def _rejected(rejections: tuple[Rejection, ...]) -> Table:

@@ -27,7 +27,7 @@ from loka.report.distributions import format_ranges, histogram_of
 from loka.report.page import gather_page, render_page
 from loka.report.plan_view import MOST_PLACES, draw_map, list_plan, list_rejected, shares
 from loka.report.run import MetricsLine, Run, WindowMetrics, read_run
-from loka.report.text import MOST_ROWS, page_as_text
+from loka.report.text import MOST_ROWS, WIDE, page_as_text
 from loka.report.words import NBSP, change_percent, duration, number, with_interval
 from loka.report.write import write_report
 
@@ -182,6 +182,20 @@ class TestPlanRows:
         by_share = [row.site for row in sorted(page.plan, key=lambda row: -row.share)]
         assert by_share[0] in text
         assert by_share[-1] not in text
+
+    @pytest.mark.parametrize("width", [60, 80, WIDE - 1, WIDE])
+    def test_reasons_stand_beside_the_numbers_or_below_them(self, whole_run: Path, width: int) -> None:
+        page = gather_page(read_run(whole_run))
+        out = io.StringIO()
+        Console(file=out, width=width).print(page_as_text(page))
+        text = out.getvalue()
+        assert max(map(len, text.splitlines())) <= width
+        (header,) = [line for line in text.splitlines() if {"site", "role"} <= set(line.split())]
+        assert ("why" in header) == (width == WIDE)
+        if width < WIDE:
+            told = " ".join(text.split())
+            assert all(f"{row.site} {row.role}" in told for row in page.plan)
+            assert all(f": {row.reason}" in told for row in page.plan)
 
 
 class TestCurves:
