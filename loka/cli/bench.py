@@ -1,14 +1,15 @@
 """``loka bench``: the tables of this project, each made by one command."""
 
+import math
 import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import track
 
-from loka.cli.gathering import Out, Results, finish, gathered_results, typed_rows
+from loka.cli.gathering import Out, Results, finish, gathered_results
 from loka.cli.shapes import BENCHMARK_SHAPES, Shapes, parse_shape
 from loka.cli.tables import grouped_reasons
 from loka.core.gemm import Role
@@ -59,10 +60,15 @@ def gemm(
     for site in track(missing, description="measuring", console=Console(stderr=True)):
         measured = measure_site(site, SiteTensors.random(site, dtype, where), names)
         gathered.add_all({f"{site}/{row.kernel}/{row.role}": msgspec.to_builtins(row) for row in measured})
-    rows = typed_rows(gathered, GemmMeasurement)
+    rows = [msgspec.convert(_with_nan(row), GemmMeasurement) for row in gathered.rows.values()]
     summary = _summary(rows, baseline)
     tables = "\n".join([summary, *(_per_shape(rows, baseline, role) for role in Role), _reasons(rows)])
     finish(gathered, tables, shown=summary)
+
+
+def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity, and says null: of an error, or of the ratio of a signal to none."""
+    return row | {"error": {name: math.nan if value is None else value for name, value in row.get("error", {}).items()} or None}
 
 
 def _summary(rows: "list[GemmMeasurement]", baseline: str) -> str:

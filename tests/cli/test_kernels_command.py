@@ -1,6 +1,7 @@
 """``loka kernels`` and ``loka bench gemm`` as a user runs them, and what importing costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,8 @@ def test_bench_gemm_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit, match="130"):
         app(f"{bench} onednn.int8 --shapes 8x32x8 8x32x16", exit_on_error=False)
     app(f"{bench} onednn.int8 --shapes 8x32x8 8x32x24", exit_on_error=False, result_action="return_value")
+    (results,) = tmp_path.glob("*.json")
+    results.write_text(re.sub(r'"sqnr_db":[^}]*', '"sqnr_db":null', results.read_text()))  # of a product without any error
     app(f"{bench} onednn.int8_dynamic --shapes 8x32x24", exit_on_error=False, result_action="return_value")
     both, dynamic = ("torch.fp32", "onednn.int8"), ("torch.fp32", "onednn.int8_dynamic")
     assert measured == [("8x32x8", *both), ("8x32x24", *both), ("8x32x24", *dynamic)]
