@@ -22,7 +22,11 @@ def require_folder(path: str | os.PathLike[str]) -> None:
 def file_in(run: str | os.PathLike[str], name: str) -> Path:
     """The path of ``name`` in the folder ``run``, or ``run`` itself where that is the path of such a file."""
     path = Path(run)
-    return path if path.suffix == Path(name).suffix and not path.is_dir() else path / name
+    if path.suffix == Path(name).suffix and not path.is_dir():
+        return path
+    if path.is_file():
+        raise InvalidInput(f"{path} is a file, and no {name}: name the folder of a run, or the path of its {name}")
+    return path / name
 
 
 def is_older(file: Path, *, than: Path) -> bool:

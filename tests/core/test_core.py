@@ -240,3 +240,9 @@ def test_a_folder_may_be_called_like_a_file(tmp_path: Path) -> None:
     folder.mkdir()
     assert file_in(folder, "plan.json") == folder / "plan.json"
     assert file_in(folder / "other.json", "plan.json") == folder / "other.json"
+
+
+def test_another_file_is_not_taken_for_the_folder_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InvalidInput, match=r"notes.txt is a file, and no survey.json: name the folder of a run"):
+        loka.Survey.load(tmp_path / "notes.txt")
