@@ -85,7 +85,7 @@ def test_a_reader_who_has_enough_gets_no_traceback(words: tuple[str, ...], unbuf
     assert errors == ""
 
 
-TRAIN = "train --model dlrm --preset tiny --steps 1 --batch-size 8 --out"
+TRAIN = "train --model dlrm --preset tiny --steps 1 --batch-size 8 --data-options.test_examples 8 --out"
 
 
 @pytest.mark.parametrize("words", ["--help", "kernels", TRAIN, "probe dlrm-tiny@synthetic --steps 1 --batch-size 8 --out"])
