@@ -116,7 +116,7 @@ def _quality_tile(pair: QualityPair) -> Tile:
 def _why_nothing_moves(run: Run) -> str:
     others = [c for site in run.survey.sites for c in site.candidates if c.kernel != site.baseline] if run.survey else []
     if others and all(candidate.why_not for candidate in others):
-        return "no kernel of fewer bits can run here (loka kernels tells why)"
+        return "no kernel of fewer bits can run here"
     return "nothing was both safe and faster"
 
 

@@ -104,7 +104,7 @@ class TestHeadline:
         plan = make_plan(Survey(document), goal=Goal.SERVING).document
         nothing_to_compare = msgspec.structs.replace(comparison, quality=(), times=())
         run = Run(Path("run"), plan=plan, survey=document, comparison=nothing_to_compare)
-        assert headline(run) == "All 4 sites stay in fp32: no kernel of fewer bits can run here (loka kernels tells why)"
+        assert headline(run) == "All 4 sites stay in fp32: no kernel of fewer bits can run here"
         page = gather_page(run)
         assert [tile.label for tile in page.tiles] == ["sites in low precision"]
         assert len(page.summary) == 2  # of the plan and of the ceiling
