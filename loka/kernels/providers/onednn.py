@@ -8,8 +8,9 @@ On Arm its fast int8 is that of the Arm Compute Library, which takes one scale f
 in a pass over the output. With them oneDNN falls back on code that took 214 ms for 2048×1024×1024, where fp32 took 68 and one
 scale 20 (Neoverse-N1, 2 threads, torch 2.13).
 
-On x86 without AMX its fast int8 takes a unsigned: codes are moved up by 128 there, which it knows as a's zero point, so that
-the product is the same. Signed ones go to its reference code, 9 s for 512×640×512 (a Xeon with VNNI, 2 threads, torch 2.13).
+On x86 its fast int8 takes a unsigned: codes are moved up by 128 there, which it knows as a's zero point, so that the product is
+the same. Signed ones are fast by AMX alone, and else go to reference code, 9 s for 512×640×512 (a Xeon with VNNI, 2 threads,
+torch 2.13).
 """
 
 import platform
@@ -37,7 +38,6 @@ SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms whe
 LONGEST_CONTRACTION = 2**31 // 127**2  # past it the int32 sum of products can overflow
 
 IS_ARM = platform.machine() in ("aarch64", "arm64")
-A_IS_UNSIGNED = not IS_ARM and not torch.cpu._is_amx_tile_supported()
 ROW_COUNTS_KEPT = 4  # of a weight, where each has a packed copy: a server whose batches always change must not fill the memory
 
 B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE)
@@ -229,9 +229,9 @@ def onednn_int8_mm(
     """(a·bᵀ)·scales + bias. A tensor scale is applied by oneDNN; row scales of a, on Arm also of b, in passes over the sums."""
     rowwise = a_scale.numel() != 1
     out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
-        a_MK.view(torch.uint8) ^ 128 if A_IS_UNSIGNED else a_MK,
+        a_MK if IS_ARM else a_MK.view(torch.uint8) ^ 128,
         a_scale.new_ones(1) if rowwise else a_scale.flatten(),
-        _zero_points(1, 128 if A_IS_UNSIGNED else 0),
+        _zero_points(1, 0 if IS_ARM else 128),
         _PACKED_FOR_INT8.get(b_NK),
         b_scale_N1.new_ones(1) if IS_ARM else b_scale_N1.flatten(),
         _zero_points(1 if IS_ARM else b_NK.shape[0]),
