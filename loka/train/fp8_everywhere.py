@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from loka.core.gemm import GemmProblem, Role, SiteShape
+from loka.dispatch.frozen import FrozenLinear
+from loka.dispatch.planned import PlannedLinear
 from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
-from loka.nn.blocks import find_blocks
+from loka.nn.blocks import Block, find_blocks
 from loka.nn.linear import LokaLinear
 from loka.numerics.formats import format_of
 
@@ -28,7 +30,8 @@ def apply_everywhere(model: nn.Module, example: tuple[Any, ...], kernel: str, *,
     """Swap every linear layer of ``model`` for one that runs all its roles on ``kernel``, in place; heads stay.
 
     ``example`` are the arguments of one forward call with as many rows as the model will see: a kernel may refuse a shape.
-    Whatever it takes is moved, whether it pays and whether it is precise enough or not.
+    Whatever it takes is moved, whether it pays and whether it is precise enough or not. One that never trains holds the codes
+    of its weights in their place, as a frozen model does.
     """
     found = find_blocks(model, example)
     rows = _rows_of_calls(model, example)
@@ -42,9 +45,16 @@ def apply_everywhere(model: nn.Module, example: tuple[Any, ...], kernel: str, *,
             left[block.site] = reason
         else:
             parent, _, name = block.site.rpartition(".")
-            setattr(model.get_submodule(parent), name, LokaLinear.from_linear(site, SiteKernels.same(kernel)))
+            moved_site = LokaLinear.from_linear(site, SiteKernels.same(kernel)) if trains else _served(site, kernel, block)
+            setattr(model.get_submodule(parent), name, moved_site)
             moved.append(block.site)
     return Everywhere(tuple(moved), left)
+
+
+def _served(site: nn.Linear, kernel: str, block: Block) -> FrozenLinear:
+    kernels = SiteKernels(kernel, "torch.fp32", "torch.fp32")  # it has no gradients
+    planned = PlannedLinear.from_linear(site, kernels)
+    return FrozenLinear(planned, keep_weight=block.read_by is not None)
 
 
 def _refusal(site: nn.Linear, rows: int | None, kernel: str, roles: tuple[Role, ...]) -> str | None:

@@ -65,7 +65,7 @@ def test_product_is_the_oracles(
     if kernel.why_not(problem):
         return  # said no: nothing is promised; that able shapes remain is tested below
     tensors = make_tensors(site, seed, spread, device)
-    bias_n = torch.randn(problem.n, device=device) if bias else None
+    bias_n = torch.randn(problem.n, generator=torch.Generator().manual_seed(seed)).to(device) if bias else None
     for dtype in (torch.float32, torch.bfloat16):
         check_product(kernel, role, tensors, dtype, bias_n)
 

@@ -1,5 +1,6 @@
 """``loka bench model``: the arms do what they are called, are timed in turn, and the tables say what the rows hold."""
 
+import copy
 import gc
 import math
 import multiprocessing
@@ -291,6 +292,19 @@ class TestEverywhere:
 
         assert moved(False) == ("0",)
         assert moved(True) == ()  # dgrad reads no x, so it has no static scale
+
+    def test_where_it_never_trains_codes_stand_in_place_of_weights_as_in_a_frozen_model(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 1))
+        x = torch.randn(8, 32)
+        trained = copy.deepcopy(model)
+        apply_everywhere(trained, (x,), "reference.rowwise")
+        weight = weakref.ref(model[0].weight)
+        apply_everywhere(model, (x,), "reference.rowwise", trains=False)
+        assert weight() is None
+        assert model.state_dict()["0.codes"].dtype == torch.float8_e4m3fn
+        with torch.no_grad():
+            assert torch.equal(model(x), trained(x))
 
 
 class TestTimer:
