@@ -1,6 +1,6 @@
 """LokaLinear: ``nn.Linear`` with a kernel for each of its three GEMMs."""
 
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class LokaLinear(nn.Linear):
         kernels: SiteKernels,
         transform: Transform = Transform.NONE,
         vector: Tensor | None = None,
-    ) -> "LokaLinear":
+    ) -> Self:
         """A LokaLinear that shares the very parameters of ``linear``, so that its optimizer goes on as it was.
 
         ``vector`` is the transform's: the mean of each feature for ``center``, its power-of-two scale for ``rescale``.
