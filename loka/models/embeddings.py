@@ -36,13 +36,14 @@ class Embeddings(nn.Module):
     ``features_BPE`` holds the one-hot features, then each bag's mean over its ids (zero for an empty bag). The sequence is one
     more bag, unless ``keep_sequence``: then ``sequence_BLE`` (zero at padding) and ``valid_BL`` follow.
 
-    Features share one table, each with its own rows, so that a batch is one lookup forward and one sparse COO gradient
-    backward whose cost goes by the ids in the batch. Padding reads the feature's first row and is weighted by zero:
-    skipping it instead would have the GPU wait for the host. On the CPU an id out of range is an error; on a GPU, where
-    checking would wait too, it reads another feature's row: check data on the CPU once.
+    Features share one table, each with its own rows, so that a batch is one ``embedding_bag`` forward, to which a one-hot
+    feature is a bag of one, and one sparse COO gradient backward whose cost goes by the ids in the batch. Padding reads the
+    feature's first row and is weighted by zero: skipping it instead would have the GPU wait for the host. On the CPU an id out
+    of range is an error; on a GPU, where checking would wait too, it reads another feature's row: check data on the CPU once.
     """
 
     table: Tensor
+    first_P: Tensor  # of an example's ids, the first of each bag
     offset_N: Tensor
     size_N: Tensor
     lowest_N: Tensor
@@ -71,30 +72,45 @@ class Embeddings(nn.Module):
             repeats = [[value] * feature.n_ids for value, feature in zip(values, features, strict=True)]
             return torch.tensor([value for repeated in repeats for value in repeated])
 
+        lengths = [feature.n_ids for feature in features[: self.n_features]]
+        lengths += [1] * (schema.sequence_length if keep_sequence else 0)
+        self.register_buffer("first_P", torch.tensor([0, *lengths]).cumsum(0)[:-1], persistent=False)
         self.register_buffer("offset_N", per_id(offsets), persistent=False)
         self.register_buffer("size_N", per_id([feature.n_rows for feature in features]), persistent=False)
         self.register_buffer("lowest_N", per_id([feature.lowest_id for feature in features]), persistent=False)
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        schema = self.schema
         ids_BN = self._ids(batch)
         if ids_BN.device.type == "cpu":
             self._check_ids(ids_BN)
-        rows_BNE = F.embedding(ids_BN.clamp(min=0) + self.offset_N, self.table, sparse=True)
         valid_BN = ids_BN != PADDING
+        n_examples, n_ids = ids_BN.shape
+        first_BP = torch.arange(n_examples, device=ids_BN.device).unsqueeze(1) * n_ids + self.first_P
+        means = F.embedding_bag(
+            (ids_BN.clamp(min=0) + self.offset_N).flatten(),
+            self.table,
+            first_BP.flatten(),
+            mode="sum",
+            sparse=True,
+            per_sample_weights=self._shares(valid_BN).flatten().to(self.table.dtype),
+        )
+        means_BPE = means.view(*first_BP.shape, self.dim)
+        if not self.keep_sequence:
+            return (means_BPE,)
+        features_BPE, sequence_BLE = means_BPE.split((self.n_features, self.schema.sequence_length), dim=1)
+        return features_BPE.contiguous(), sequence_BLE.contiguous(), valid_BN[:, n_ids - self.schema.sequence_length :]
 
+    def _shares(self, valid_BN: Tensor) -> Tensor:
+        """What each id counts in the mean of its bag; nothing at padding."""
+        schema = self.schema
         n_bags = len(schema.multihot_sizes)
         widths = (len(schema.onehot_sizes), n_bags * schema.bag_length, schema.sequence_length)
-        onehot_BFE, bags_BXE, sequence_BLE = rows_BNE.split(widths, dim=1)
-        _, valid_BX, valid_BL = valid_BN.split(widths, dim=1)
-        features = [onehot_BFE]
+        valid_BF, valid_BX, valid_BL = valid_BN.split(widths, dim=1)
+        shares = [valid_BF.float()]
         if n_bags:
-            features.append(_mean(bags_BXE.unflatten(1, (n_bags, -1)), valid_BX.unflatten(1, (n_bags, -1))))
-        if self.keep_sequence:
-            return torch.cat(features, dim=1), sequence_BLE * valid_BL.unsqueeze(-1), valid_BL
-        if schema.sequence_length:
-            features.append(_mean(sequence_BLE, valid_BL).unsqueeze(1))
-        return (torch.cat(features, dim=1),)
+            shares.append(_shares(valid_BX.unflatten(1, (n_bags, -1))).flatten(1))
+        shares.append(valid_BL.float() if self.keep_sequence else _shares(valid_BL))
+        return torch.cat(shares, dim=1)
 
     def _ids(self, batch: Batch) -> Tensor:
         """All ids of each example in the table's order of features."""
@@ -126,10 +142,9 @@ class Embeddings(nn.Module):
             )
 
 
-def _mean(rows_XSE: Tensor, valid_XS: Tensor) -> Tensor:
-    """Mean over the valid ids of S; zero where there are none."""
-    weight_XS = valid_XS / valid_XS.sum(-1, keepdim=True).clamp(min=1)
-    return (rows_XSE * weight_XS.unsqueeze(-1)).sum(-2)
+def _shares(valid_XS: Tensor) -> Tensor:
+    """Of a mean over the valid ones of S."""
+    return valid_XS / valid_XS.sum(-1, keepdim=True).clamp(min=1)
 
 
 def _check_schema(schema: FeatureSchema) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -45,9 +46,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             return
         rows_K, gradient_KE = sum_by_row(gradient._indices()[0], self._without_bad(gradient._values()), len(table_RE))
         gradient_KE = gradient_KE.float()
-        sum_R.index_add_(0, rows_K, gradient_KE.square().mean(1))
-        update_KE = gradient_KE / (sum_R[rows_K].sqrt() + eps)[:, None]
-        table_RE.index_add_(0, rows_K, update_KE.to(table_RE.dtype), alpha=-lr)
+        _add_to_rows(sum_R, rows_K, torch.linalg.vector_norm(gradient_KE, dim=1).square() / gradient_KE.shape[1])
+        update_KE = gradient_KE * (-lr / (sum_R[rows_K].sqrt() + eps))[:, None]
+        _add_to_rows(table_RE, rows_K, update_KE.to(table_RE.dtype))
 
     def _without_bad(self, gradient: Tensor) -> Tensor:
         """A zero gradient adds nothing to the sums and moves nothing."""
@@ -57,17 +58,27 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 def sum_by_row(rows_K: Tensor, gradient_KE: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     """Gather the gradients of equal rows: an id that occurs twice in a batch is one row with their sum, not two updates.
 
-    The result has as many rows as came in, those left over having a gradient of zero. That is what ``coalesce`` does but for
-    the length, which the host would have to wait for. What is left over is spread over the table: a GPU adds to one row, were
-    it all row 0, one by one.
+    On a GPU the result has as many rows as came in, those left over having a gradient of zero. That is what ``coalesce`` does
+    but for the length, which the host would have to wait for. What is left over is spread over the table: a GPU adds to one
+    row, were it all row 0, one by one.
     """
     sorted_K, order_K = rows_K.sort()
     is_new_K = torch.ones_like(sorted_K, dtype=torch.bool)
     is_new_K[1:] = sorted_K[1:] != sorted_K[:-1]
+    if rows_K.device.type == "cpu":
+        first_U = is_new_K.nonzero().squeeze(1)
+        return sorted_K[first_U], F.embedding_bag(order_K, gradient_KE, first_U, mode="sum")
     target_K = torch.empty_like(rows_K).scatter_(0, order_K, is_new_K.cumsum(0) - 1)
     summed_KE = torch.zeros_like(gradient_KE).index_add_(0, target_K, gradient_KE)
     spread_K = torch.arange(len(rows_K), device=rows_K.device).remainder_(n_rows)
     return spread_K.scatter_(0, target_K, rows_K), summed_KE
+
+
+def _add_to_rows(target: Tensor, rows_K: Tensor, values: Tensor) -> None:
+    if target.device.type == "cpu":
+        target.index_put_((rows_K,), values, accumulate=True)  # index_add_ takes three times as long there
+    else:
+        target.index_add_(0, rows_K, values)  # and index_put_ sorts there
 
 
 def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:

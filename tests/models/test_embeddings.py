@@ -83,6 +83,15 @@ def test_kept_sequence_has_rows_where_valid_and_zeros_at_padding(schema: Feature
     assert torch.equal(sequence_BLE.flatten(0, 1), expected)
 
 
+@pytest.mark.parametrize("keep_sequence", [False, True])
+def test_an_empty_batch_has_empty_features(schema: FeatureSchema, make_batch: MakeBatch, keep_sequence: bool) -> None:
+    embeddings = Embeddings(schema, 4, keep_sequence=keep_sequence)
+    features_BPE, *_ = embeddings(make_batch(schema, 0))
+    assert features_BPE.shape == (0, embeddings.n_features, 4)
+    features_BPE.sum().backward()
+    assert embeddings.table.grad._nnz() == 0
+
+
 def test_gradient_is_sparse_and_only_of_the_rows_looked_up() -> None:
     schema = FeatureSchema(0, (1000, 1000), (1000,), 3)
     embeddings = Embeddings(schema, 2)
