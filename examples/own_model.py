@@ -31,9 +31,10 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def batches(count: int, size: int = 512) -> list[Batch]:
-    """Stands for your data: clicks that depend on the first dense feature."""
+    """Stands for your data: clicks whose chance depends on the first dense feature."""
     dense = torch.randn(count, size, 13)
-    return list(zip(torch.randint(0, 1000, (count, size, 5)), dense, (dense[..., 0] > 0.5).float(), strict=True))
+    clicked = torch.bernoulli(torch.sigmoid(2 * dense[..., 0] - 1))
+    return list(zip(torch.randint(0, 1000, (count, size, 5)), dense, clicked, strict=True))
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
