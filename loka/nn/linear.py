@@ -5,7 +5,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_kind
 from loka.core.gemm import TensorName
 from loka.core.recipe import Transform
 from loka.kernels.casting import cast, rewriter_of
@@ -150,6 +150,8 @@ class LokaLinear(nn.Linear):
     @torch.inference_mode(False)
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
         format_of(self.weight.dtype)  # refuses others
+        one_name = "SiteKernels.same(name), of loka.kernels.executor, takes one name for all three roles"
+        require_kind(kernels, SiteKernels, "kernels", one_name)
         self.executor = SiteExecutor(kernels, transform)
         self.kernels, self.transform = kernels, self.executor.transform
         if (vector is None) != (self.transform is Transform.NONE):

@@ -328,6 +328,18 @@ def test_a_parametrized_layer_is_refused() -> None:
         loka.LokaLinear.from_linear(nn.utils.parametrizations.weight_norm(nn.Linear(32, 16)), SAME)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: loka.LokaLinear(16, 16, kernels="reference.rowwise"),  # type: ignore[arg-type]
+        lambda: loka.LokaLinear.from_linear(nn.Linear(16, 16), "reference.rowwise"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_name_in_the_place_of_three_is_told_how_to_be_one(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(InvalidInput, match=r"kernels must be a SiteKernels, got str: SiteKernels\.same\(name\)"):
+        make()
+
+
 def test_a_second_derivative_is_refused() -> None:
     module = loka.LokaLinear(32, 16, kernels=SAME)
     x = torch.randn(8, 32, requires_grad=True)
