@@ -94,8 +94,8 @@ def check_plan(
     that save least for what they harm by themselves go, and of them fprop alone where that is worth it, to a finer 8-bit format
     first. Then gradients, those of what lies in front of the model too, in the model as it is compiled: this sees that they
     arrive; how exact they are is the plan's limit at each role. Then time: a quarter of the sites in a round, those that the
-    plan expects to save least. ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are ``apply_plan``'s. The
-    model is left as it was, without a plan.
+    plan expects to save least. A step is timed ``repeats`` times over the batches. ``loss(model, batch)`` is a scalar.
+    ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
     """
     require_kind(plan, Plan, "the plan", "load it with loka.Plan.load(run)")
     if applied_to(model) is not None:

@@ -49,9 +49,10 @@ def measure(
 ) -> Survey:
     """Measure every able kernel at every site and role of ``record``, its error on what was learned there and its times here.
 
-    ``kernels`` are names, all that make sense on the device if not given. With a folder ``out``, results are written after
-    every site and a measurement that was interrupted goes on; the finished Survey is saved there. Nothing a kernel does stops
-    it: one that raises, hangs or returns nonsense is listed with its reason.
+    ``kernels`` are names, all that make sense on the device if not given; ``device`` is the GPU if there is one. With a folder
+    ``out``, results are written after every site and a measurement that was interrupted goes on; the finished Survey is saved
+    there. Nothing a kernel does stops it: one that raises, hangs or returns nonsense is listed with its reason. ``progress`` is
+    told of every site, as ``loka.core.progress.for_this_output()`` shows them; without it the call is silent.
     """
     require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
     where = device_named(str(device or "auto"))

@@ -38,8 +38,8 @@ _VECTOR = "transform_vector"
 class LokaLinear(nn.Linear):
     """A linear layer whose fprop, dgrad and wgrad each run on a kernel of their own.
 
-    Parameters, buffers and ``state_dict`` are those of ``nn.Linear``: the 8-bit copies of the weight, and the vector of a
-    transform, are held beside them.
+    ``kernels`` names them (``loka.kernels.executor.SiteKernels``). Parameters, buffers and ``state_dict`` are those of
+    ``nn.Linear``: the 8-bit copies of the weight, and the vector of a transform, are held beside them.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def leave_as_it_is(module: nn.Module) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Cast all weights of ``model`` again: call it after changing them by other means than a ``torch.optim`` optimizer."""
+    """Cast all weights of ``model`` again: for those changed by other means than ``torch.optim`` or ``load_state_dict``."""
     for module in model.modules():
         cast_again = getattr(module, "refresh_weight_casts", None)  # also of a layer that was frozen, and holds its weight
         if callable(cast_again):

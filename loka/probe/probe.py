@@ -45,7 +45,8 @@ class Probe:
 
     Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
     run as without a Probe: compiled graphs stay, and the host never waits for the device. What a sample showed is learned a
-    few sites at a time behind the steps that follow, where a GPU still has work and the host has time.
+    few sites at a time behind the steps that follow, where a GPU still has work and the host has time. Statistics take at most
+    ``memory_budget`` bytes, of which ``memory`` tells how many and in what form; ``seed`` is that of the rows' choice.
 
     Older samples fade with ``half_life`` (in samples), so that the Record speaks of the model as it is now; None keeps all
     alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
