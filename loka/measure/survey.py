@@ -171,8 +171,8 @@ def _failed_trials(
     }
     trials: list[AnyTrial] = [*dict.fromkeys(blocks), *places]  # blocks in front, for they take longest
     if trials:
-        kernels = len({trial.kernel for trial in trials})
-        shown.say(f"trying {kernels} kernels at {len(trials)} problems in processes of their own")
+        kernels = _kernels({trial.kernel for trial in trials})
+        shown.say(f"trying {kernels} at {len(trials)} problems in processes of their own")
     speeds.release()  # what measuring the ceiling, or looking for blocks, has left is for the children
     failures = try_kernels(trials, children=children_for(device.type))
     for kernel in dict.fromkeys(trial.kernel for trial in failures):
@@ -227,4 +227,9 @@ def _line(site: SiteSurvey) -> str:
         return f"{site.site}: {site.notes[-1] if site.notes else 'no kernel is able'}"
     best = min(able, key=lambda candidate: candidate.error[GATE].mean)
     behind = f" behind {best.transform}" if best.transform is not Transform.NONE else ""
-    return f"{site.site}: {len(able)} kernels able, at best {GATE} {best.error[GATE].mean:.3g} ({best.recipe}{behind})"
+    count = _kernels({candidate.kernel for candidate in able})  # each once, however many transforms it was tried behind
+    return f"{site.site}: {count} able, at best {GATE} {best.error[GATE].mean:.3g} ({best.recipe}{behind})"
+
+
+def _kernels(names: set[str]) -> str:
+    return "1 kernel" if len(names) == 1 else f"{len(names)} kernels"

@@ -16,7 +16,7 @@ from torch import nn
 import loka
 from loka.core.errors import InvalidInput, UnknownName
 from loka.core.gemm import SOURCES, Role, SiteShape, TensorName
-from loka.core.progress import Silent
+from loka.core.progress import Lines, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Finding, Record
 from loka.core.survey import Candidate, SiteSurvey, Survey
@@ -189,6 +189,10 @@ class TestTransforms:
         assert plain.error["mere_floored"].high < 0.1
         assert plain.silenced == pytest.approx(112 / 128)
         assert candidate(surveyed, "reference.rowwise", Role.FPROP, Transform.RESCALE).silenced == 0
+
+    def test_one_kernel_behind_two_of_them_is_told_as_one(self, capsys: pytest.CaptureFixture[str]) -> None:
+        measure(record_of(planted_record("a", cancelling_mean)), kernels=["reference.rowwise"], progress=Lines())
+        assert "a: 1 kernel able, at best mere_floored 0.07" in capsys.readouterr().out
 
     def test_are_left_alone_where_the_site_is_healthy(self) -> None:
         site = site_record("a", normal_weight(), mean=torch.ones(128), scale=torch.arange(128).remainder(2) + 1.0)
