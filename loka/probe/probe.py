@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +37,7 @@ from loka.probe.weights import WeightsOverTime, weight_of
 logger = logging.getLogger("loka")
 
 MOST_FLOWS = 8  # each takes one forward pass more
+BASELINES = frozenset({torch.float32, torch.bfloat16})  # dtypes that kernels are compared with
 SPREAD = 4  # a sample is learned within one in so many of the steps before the next
 
 
@@ -81,7 +82,9 @@ class Probe:
         if not self._sites:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
         for name, site in self._sites.items():
-            _require_measurable(name, site)
+            if isinstance(site._parameters.get("weight"), UninitializedParameter):
+                raise InvalidInput(f"{name} has no shape yet: run the model once on a batch, then probe it")
+        _require_baseline({name: weight_of(site).dtype for name, site in self._sites.items()})
         self._device = self._one_device()
         if self._device.type == "meta":
             raise InvalidInput("the model lies on the meta device, without values: fill it first, then probe it")
@@ -182,6 +185,9 @@ class Probe:
 
     def _take(self, seen: Watch) -> None:
         """Keep what a step showed, to be learned later; at once what is first seen, and what a device must be waited for."""
+        called_in = {name: calls[-1].dtype for name in self._sites if (calls := seen.trained_calls(name))}
+        _require_baseline(called_in)
+        self._dtypes |= called_in
         self._look_who_reads_what(seen)
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
@@ -190,16 +196,14 @@ class Probe:
             if self._weights is not None:
                 self._weights.observe()
             for name, site in self._learning.items():
-                calls = seen.trained_calls(name)
-                if calls:
-                    _require_baseline(name, calls[-1].dtype)
-                    self._dtypes[name] = calls[-1].dtype
                 if seen.leaves_calls_out(name):
                     site.note(CALLS_LEFT_OUT)
-                rows = site.look(calls, seen.dw_NK.get(name), all_finite=all_finite)
-                if rows is not None and site.may_wait:
+                rows = site.look(seen.trained_calls(name), seen.dw_NK.get(name), all_finite=all_finite)
+                if rows is None or self._dtypes[name] not in BASELINES:
+                    continue
+                if site.may_wait:
                     self._unlearned.append((site, rows))
-                elif rows is not None:
+                else:
                     site.learn(rows, self._fade)
 
     def _look_who_reads_what(self, seen: Watch) -> None:
@@ -229,16 +233,19 @@ class Probe:
         return self._learning[name].record(name, block, producer, self._samples, more, notes)
 
     def _dtype(self) -> torch.dtype:
-        """What most of the weights that were multiplied were multiplied in."""
+        """What most of the weights that were multiplied were multiplied in, of what kernels can be compared with."""
         weights: Counter[torch.dtype] = Counter()
-        for name, dtype in self._dtypes.items():
-            weights[dtype] += weight_of(self._sites[name]).numel()
-        return weights.most_common(1)[0][0] if weights else weight_of(next(iter(self._sites.values()))).dtype
+        for name, dtype in (self._dtypes or {name: weight_of(site).dtype for name, site in self._sites.items()}).items():
+            if dtype in BASELINES:
+                weights[dtype] += weight_of(self._sites[name]).numel()
+        return weights.most_common(1)[0][0]
 
     def _why_apart(self, name: str, dtype: torch.dtype) -> str | None:
         own = self._dtypes.get(name, dtype)
         if own is dtype:
             return None
+        if own not in BASELINES:
+            return f"runs in {_told(own)}, for which there is no baseline to compare with"
         return f"runs in {format_of(own)}, and most of the model in {format_of(dtype)}, which kernels are compared with"
 
     def _format(self, dtype: torch.dtype) -> Format:
@@ -272,17 +279,16 @@ def _writer() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="loka-record")
 
 
-def _require_measurable(name: str, site: nn.Linear) -> None:
-    if isinstance(site._parameters.get("weight"), UninitializedParameter):
-        raise InvalidInput(f"{name} has no shape yet: run the model once on a batch, then probe it")
-    _require_baseline(name, weight_of(site).dtype)
+def _require_baseline(dtypes: Mapping[str, torch.dtype]) -> None:
+    """Refuse a model nothing of which could be measured, before a run is spent on it."""
+    if dtypes and BASELINES.isdisjoint(dtypes.values()):
+        name, dtype = next(iter(dtypes.items()))
+        no_baseline = "for which, as for all other layers, there is no baseline to compare with"
+        raise InvalidInput(f"{name} runs in {_told(dtype)}, {no_baseline}: use float32 or bfloat16")
 
 
-def _require_baseline(name: str, dtype: torch.dtype) -> None:
-    """Refuse what could not be measured, before a run is spent on it."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        told = str(dtype).removeprefix("torch.")
-        raise InvalidInput(f"{name} runs in {told}, for which there is no baseline to compare with: use float32 or bfloat16")
+def _told(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _with_findings(record: Record) -> Record:

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
+from loka.core.recipe import Format
 from loka.core.record import NEVER_CALLED, SiteRecord
 from loka.core.statistics import Statistic
 from loka.nn.blocks import Block
-from loka.numerics.formats import format_of
+from loka.numerics.formats import format_of, is_format
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call
@@ -104,7 +105,7 @@ class SiteLearning:
             entry_block=block.entry.block if block.entry else None,
             bias_norms=self._bias_norms.numbers(),
             notes=(*(note for note in block.notes if note != NEVER_CALLED or not self._calls), *self._notes, *notes),
-            weight_format=format_of(weight_NK.dtype),
+            weight_format=format_of(weight_NK.dtype) if is_format(weight_NK.dtype) else Format.FP32,
             weight_NK=_copy(weight_NK),
             bias_N=None if module.bias is None else _copy(module.bias),
             statistics={key: _on_cpu(statistic) for key, statistic in {**self._statistics, **more}.items()},

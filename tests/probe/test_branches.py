@@ -105,6 +105,30 @@ def test_a_layer_in_another_precision_than_the_model_stays(body_dtype: torch.dty
     assert "which kernels are compared with" in (record.sites["side"].stays or "")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_layer_that_nothing_can_be_compared_with_stays_and_the_others_are_measured(dtype: torch.dtype) -> None:
+    class Calibrated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.calibration, self.head = nn.Linear(32, 32), nn.Linear(32, 32).to(dtype), nn.Linear(32, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.calibration(self.body(x).relu().to(dtype)).float())
+
+    torch.manual_seed(0)
+    model, x = Calibrated(), torch.randn(32, 32)
+    record = record_of(model, (x,))
+    told = f"runs in {str(dtype)[6:]}, for which there is no baseline to compare with"
+    assert (record.dtype, record.sites["calibration"].stays) == (Format.FP32, told)
+    assert record.sites["calibration"].calls == {32: 1.0}
+    survey = loka.measure(record, kernels=["reference.rowwise"], device="cpu")
+    errors = {site.site: [candidate.error for candidate in site.candidates] for site in survey.sites}
+    assert errors["body"]
+    assert not errors["calibration"]
+    reasons = {site.site: site.reason for site in loka.make_plan(survey, goal="serving").sites}
+    assert told in reasons["calibration"]
+
+
 def test_each_backward_pass_of_a_step_shows_its_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
