@@ -34,6 +34,7 @@ MAX_LOSS_CHANGE = {Goal.TRAINING: 5e-5, Goal.SERVING: 2e-4}
 LEAST_DIFFERENCE = 1e-6  # of a loss from itself that is told, relative: sums in another order make less
 MAX_GRADIENT_CHANGE = 0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a lost gradient is off by 1
 GRADIENT_BATCHES = 2
+_GIVEN_BACK = "given back by check_plan: "  # in front of the reason, in the plan
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,20 @@ class CheckedPlan:
 
     def __str__(self) -> str:
         last = self.rounds[-1]
-        planned = {site.site: site for site in self.plan.sites}
-        names = [f"{name}{_what_of_it(planned[name])}" for name in self.given_back]
         loss = f"loss {last.change.whole:+.4%} of high precision's {self.baseline_loss:.5g}"
         gradients = f"gradients at most {last.gradients.error:.0%} off, " if last.gradients else ""
         found = f"{loss}, rounding costs {last.change.rounding:.4%}, {gradients}{last.speedup:.2f}× as fast"
-        gave = f"; given back: {', '.join(names)}" if names else ""
         sites = "1 site" if last.sites == 1 else f"{last.sites} sites"
-        return f"{sites} in low precision: {found}{gave}"
+        return "\n".join((f"{sites} in low precision: {found}", *self._gave_back_why()))
+
+    def _gave_back_why(self) -> list[str]:
+        """A line for each reason."""
+        planned = {site.site: site for site in self.plan.sites}
+        names: dict[str, list[str]] = {}
+        for name in self.given_back:
+            why = planned[name].reason.removeprefix(_GIVEN_BACK)
+            names.setdefault(why, []).append(f"{name}{_what_of_it(planned[name])}")
+        return [f"given back: {', '.join(together)}: {why}" for why, together in names.items()]
 
 
 def check_plan(
@@ -140,7 +147,7 @@ def _without_slow(plan: Plan, planned: Sequence[SitePlan], speedup: float) -> tu
     """The plan without the sites that save least, and which those are."""
     gone = too_slow(planned)
     why = f"the whole plan ran {speedup:.2f}× as fast as high precision, and this site saves little"
-    return plan.giving_back(dict.fromkeys(gone, f"given back by check_plan: {why}")), gone
+    return plan.giving_back(dict.fromkeys(gone, f"{_GIVEN_BACK}{why}")), gone
 
 
 def _what_of_it(site: SitePlan) -> str:
@@ -285,7 +292,7 @@ class _Alone:
             f"the plan puts gradients of {off.module} off by {off.error:.0%} of their size, and this site by itself "
             f"those of {by_itself.module} by {by_itself.error:.0%}"
         )
-        return plan.giving_back({worst: f"given back by check_plan: {why}"}), (worst,)
+        return plan.giving_back({worst: f"{_GIVEN_BACK}{why}"}), (worst,)
 
     def without_costly_forwards(
         self, plan: Plan, planned: Sequence[SitePlan], whole: LossChange, limit: float
@@ -297,7 +304,7 @@ class _Alone:
         self.moved -= set(unknown)
         gone = too_costly(rounding, self.changes, whole, limit)
         what = f"the whole plan did {whole.rounding:.3%} ({whole.whole:+.3%})"
-        reasons = {name: f"given back by check_plan: alone it costs {self.changes[name]}, and {what}" for name in gone}
+        reasons = {name: f"{_GIVEN_BACK}alone it costs {self.changes[name]}, and {what}" for name in gone}
         self.moved |= set(gone)
         for name in gone:
             self.gradients.pop(name, None)

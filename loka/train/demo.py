@@ -3,6 +3,7 @@
 Every stage leaves its file in the run's folder and is skipped where that is there, so an interrupted demo goes on.
 """
 
+import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -154,7 +155,7 @@ class _Demo:
             min_speedup=MIN_SPEEDUP,
             example=self._example(trainer.model),
         )
-        self.stage.say(f"     {plan.document.goal}: {checked}")
+        self.stage.say(textwrap.indent(f"{plan.document.goal}: {checked}", "     "))
         return checked.plan
 
     def _if_faster(self, plan: Plan) -> Plan:

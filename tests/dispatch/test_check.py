@@ -65,6 +65,7 @@ def test_the_site_that_hurts_is_given_back_and_the_others_stay(goal: Goal) -> No
     by_name = {site.site: site for site in checked.plan.sites}
     assert not by_name["bottom"].is_low_precision
     assert by_name["bottom"].reason.startswith("given back by check_plan: alone it costs ")
+    assert f"\ngiven back: bottom: {by_name['bottom'].reason.split(': ', 1)[1]}" in str(checked)
     assert {refusal.kernel for refusal in by_name["bottom"].refused} >= {"reference.static"}
     assert by_name["top.0"].is_low_precision
 
