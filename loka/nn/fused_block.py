@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_kind
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_function import BlockTensors, run_chain
@@ -69,6 +69,7 @@ class FusedBlock(nn.Module):
         cls, linear: nn.Linear, norm: nn.Module | None, activation: nn.Module | None, entry: nn.Module | None = None
     ) -> "FusedBlock":
         """A block that shares the very parameters of ``linear``, so that its optimizer goes on as it was."""
+        require_kind(linear, nn.Linear, "linear", "norm and activation come behind it")
         bias = linear._parameters.get("bias")
         block = cls(own_weight(linear), bias if isinstance(bias, nn.Parameter) else None, norm, activation, entry)
         take_over(linear, block)
@@ -237,6 +238,8 @@ def _why_not_chained(blocks: Sequence[FusedBlock], entry: nn.Module | None) -> s
 def _require_fit(blocks: Sequence[FusedBlock], entry: nn.Module | None) -> None:
     if not blocks:
         raise InvalidInput("a chain needs at least one block")
+    for index, block in enumerate(blocks):
+        require_kind(block, FusedBlock, f"block {index} of the chain", "make it with FusedBlock.from_modules")
     if (blocks[0].entry is not None and blocks[0].entry is not entry) or any(block.entry is not None for block in blocks[1:]):
         raise InvalidInput("a block of the chain has a norm of its own in front: give the chain that norm, as its entry")
     given = entry.n_features if isinstance(entry, BlockNorm) else blocks[0].in_features

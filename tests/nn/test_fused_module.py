@@ -124,6 +124,10 @@ class TestFaceOfTheLinear:
             FusedChain([make_block()], outputs=(1,))
         with pytest.raises(InvalidInput, match="at least one block"):
             FusedChain([])
+        with pytest.raises(InvalidInput, match=r"block 1 of the chain must be a FusedBlock, got Linear: make it with"):
+            FusedChain([make_block(), nn.Linear(40, 40)])
+        with pytest.raises(InvalidInput, match="linear must be a Linear, got ReLU: norm and activation come behind it"):
+            FusedBlock.from_modules(nn.ReLU(), None, None)
 
 
 class TestReference:
