@@ -97,6 +97,7 @@ class Probe:
         self._weights = WeightsOverTime(self._sites) if weights_over_time else None
         self._dtypes: dict[str, torch.dtype] = {}  # what each site was last called in
         self._samples = 0
+        self._saw_forward = False
         self._unlearned: deque[tuple[SiteLearning, Rows]] = deque()  # of the newest sample
         self._sites_a_step = 0  # to be learned behind each step
         self._detached = False
@@ -162,6 +163,11 @@ class Probe:
     def _taken(self) -> Record:
         if not self._samples:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
+        if not self._saw_forward:
+            raise InvalidInput(
+                f"the model was not called in the steps that were sampled, {self._samples} of {self.steps_seen}: "
+                f"put `with probe.step():` around forward and backward of this very model"
+            )
         self._learn_all()
         found = merged(self._found or [find_blocks(self._model)])
         producers, passed = producers_of(found), passed_by(self._model)
@@ -189,6 +195,7 @@ class Probe:
         _require_baseline(called_in)
         self._dtypes |= called_in
         self._look_who_reads_what(seen)
+        self._saw_forward |= bool(seen.calls) or seen.example is not None
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         all_finite = _all_finite(seen)
