@@ -139,8 +139,10 @@ class TestResuming:
             site_record("a", normal_weight(32, 32, 9)),
             site_record("a", normal_weight(32, 32, 0), calls={64: 1.0}),
             site_record("a", normal_weight(32, 32, 0), statistics={"sums": Statistic(Rule.SUM, {"x_K": torch.ones(32)})}),
+            site_record("a", normal_weight(32, 32, 0), stays="may be a prediction head"),
+            site_record("a", normal_weight(32, 32, 0), norm="norm", norm_kind="BlockNorm"),
         ],
-        ids=["trained", "called with other rows", "probed on other data"],
+        ids=["trained", "called with other rows", "probed on other data", "known to stay", "known to be a block"],
     )
     def test_begins_anew_where_anything_differs(
         self, changed: SiteRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
