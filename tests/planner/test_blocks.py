@@ -284,6 +284,12 @@ def test_a_block_that_takes_no_time_is_no_accident() -> None:
     assert "inf×" in plan.reason
 
 
+def test_a_block_that_takes_no_time_stays_when_another_site_is_given_back() -> None:
+    """Nothing has become slower there."""
+    plan = loka.make_plan(survey(one("a", 100.0, block(0.0, 100.0)), one("b", 50.0)))
+    assert [site.is_low_precision for site in plan.giving_back({"b": "gone"}).sites] == [True, False]
+
+
 def test_where_a_block_cannot_take_an_m_it_costs_what_high_precision_does() -> None:
     both = {M: 150.0, 7: 30.0}
     partly = block(60.0, 150.0, baseline_training_us=both, baseline_forward_us=both)

@@ -1,12 +1,13 @@
 """What a site costs, where casts and kernels were not timed at all rows."""
 
 import pytest
-from planned_survey import baseline, candidate, site
+from planned_survey import BASELINE, baseline, candidate, site, survey
 
 from loka.core.gemm import Role, TensorName
 from loka.core.plan import Goal
 from loka.core.survey import CastTime
 from loka.planner.costs import SiteCosts
+from loka.planner.plan import make_plan
 
 CALLS = {64: 9.0, 100: 1.0}
 HIGH = {64: 50.0, 100: 80.0}
@@ -50,6 +51,15 @@ def test_serving_does_not_ask_what_a_weight_costs(goal: Goal, why: str | None) -
 
 def test_the_most_frequent_rows_are_those_of_most_calls() -> None:
     assert costs().most_frequent_m == 64
+
+
+def test_the_time_of_a_choice_is_that_of_its_product_at_the_most_frequent_rows() -> None:
+    high, own = baseline({role: {64: 80.0, 100: 50.0} for role in Role}), candidate("a", Role.FPROP, {64: 16.0, 100: 10.0})
+    casts = [CastTime(tensor, ("a",), {64: 0.0, 100: 0.0}) for tensor in (TensorName.X, TensorName.W)]
+    (plan,) = make_plan(survey(site("s", (*high, own), tuple(casts), calls=CALLS))).sites
+    assert {role: (choice.kernel, choice.time_us) for role, choice in plan.kernels.items()} == {
+        Role.FPROP: ("a", 16.0), Role.DGRAD: (BASELINE, 80.0), Role.WGRAD: (BASELINE, 80.0),
+    }  # fmt: skip
 
 
 def test_without_fprops_baseline_nothing_is_measured() -> None:
