@@ -1,5 +1,6 @@
 """Timing side by side, and measuring a site: known errors, parts that add up, failures that are told."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +9,14 @@ import pytest
 import torch
 
 from loka.core.gemm import Role, SiteShape, TensorName
-from loka.core.recipe import Format, Scaling
+from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.contract import KERNELS
 from loka.kernels.operand import Form, Operand
 from loka.kernels.providers.reference import Reference
 from loka.measure.error import OptionError
 from loka.measure.gemm import measure_site
 from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel
-from loka.measure.timing import copies_past_cache, time_together
+from loka.measure.timing import Timing, copies_past_cache, time_together
 from loka.numerics.metrics import measure_error
 
 CPU = torch.device("cpu")
@@ -37,6 +38,19 @@ def test_candidates_take_every_round_in_turn() -> None:
     warm_up, rounds = order[:2], order[2:]
     assert warm_up == [("a", 0), ("b", 0)]
     assert rounds == 2 * [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+
+
+def test_one_that_has_taken_its_time_drops_out_of_the_rounds_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls a round, of 10 ms and of 1 ms by a clock that they turn themselves: 50 ms are spent after three rounds."""
+    clock = {"ms": 0}
+    monkeypatch.setattr("loka.measure.timing.time.perf_counter", lambda: clock["ms"] / 1e3)
+
+    def spend(ms: int) -> None:
+        clock["ms"] += ms
+
+    timings = time_together({"long": lambda _: spend(10), "short": lambda _: spend(1)}, CPU, turns=2, rounds=8, budget_s=0.05)
+    assert {name: timing.rounds for name, timing in timings.items()} == {"long": 3, "short": 8}
+    assert timings["long"].median_us == pytest.approx(10_000)
 
 
 def test_copies_leave_the_cache_but_not_the_memory() -> None:
@@ -73,6 +87,38 @@ class TestMeasureSite:
             Role.WGRAD: {TensorName.DY, TensorName.X},
         }
         assert all(row.gemm and row.whole and row.gemm.median_us > 0 for row in rows)
+
+    def test_the_whole_casts_what_a_call_casts_and_the_gemm_alone_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Weights are cast once a step, before either."""
+        made: list[TensorName] = []
+        cast = SiteParts.cast
+
+        def counted(parts: SiteParts, name: TensorName, forms: Sequence[Form], turn: int) -> tuple[Operand, ...]:
+            made.append(name)
+            return cast(parts, name, forms, turn)
+
+        def casts_of(calls: Mapping[str, Callable[[int], object]], device: torch.device, **_: object) -> dict[str, Timing]:
+            counts = {}
+            for key, call in calls.items():
+                made.clear()
+                call(0)
+                counts[key] = Timing.of([len(made)])
+            return counts
+
+        monkeypatch.setattr(SiteParts, "cast", counted)
+        monkeypatch.setattr("loka.measure.gemm.time_together", casts_of)
+        rows = measure_site(self.site, self.tensors, ["onednn.int8"])
+        casts = {row.role: (row.gemm.median_us, row.whole.median_us) for row in rows if row.gemm and row.whole}
+        assert casts == {Role.FPROP: (0, 1), Role.DGRAD: (0, 1), Role.WGRAD: (0, 2)}
+
+    def test_every_turn_multiplies_by_its_own_weight(self) -> None:
+        """Else they would be read from the cache, where a model does not find them."""
+        parts = SiteParts(self.tensors)
+        for turn, weight_NK in enumerate([*self.tensors.weights, self.tensors.weights[0]]):
+            exact = {Role.FPROP: self.tensors.x @ weight_NK.t(), Role.DGRAD: self.tensors.dy @ weight_NK}
+            for transform, (role, expected) in itertools.product(Transform, exact.items()):
+                product = parts.multiply(Option("reference.rowwise", role, transform), turn)
+                assert measure_error(product, expected).relative_rms < 0.06
 
     def test_same_tensors_from_the_same_seed(self) -> None:
         again = SiteTensors.random(self.site, torch.float32, CPU)
