@@ -36,6 +36,6 @@ def _step_us(site: SiteRecord, speeds: Speeds, baseline: str, record: Record) ->
     by_rows = {m: speeds.products_us(options, TimedShape.of(site, m, record.dtype)) for m in measured}
     total = 0.0
     for m, calls in site.calls.items():
-        times = by_rows[min((rows for rows in measured if rows >= m), default=measured[-1])]
+        times = by_rows[min(rows for rows in measured if rows >= m)]  # the largest that was seen is measured
         total += calls * sum(time for time in times.values() if not isinstance(time, str))
     return total

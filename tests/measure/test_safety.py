@@ -172,6 +172,24 @@ def test_a_product_that_fails_only_when_it_is_timed_costs_no_other(monkeypatch: 
     assert not failed.error
 
 
+@pytest.mark.usefixtures("without_trials")
+def test_a_product_that_fails_at_some_rows_is_timed_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = SiteParts.multiply
+
+    def fails_at_many_rows(self: SiteParts, option: Option, turn: int = 0, **options: bool) -> torch.Tensor:
+        if option.kernel == "torch.bf16" and self.tensors.x.shape[0] > 64:
+            raise RuntimeError("out of memory")
+        return multiply(self, option, turn, **options)
+
+    monkeypatch.setattr(SiteParts, "multiply", fails_at_many_rows)
+    site = site_record("a", normal_weight(32, 32), calls={64: 9.0, 128: 1.0}, trains=False)
+    (surveyed,) = measure(record_of(site), kernels=["torch.bf16"]).sites
+    partly = candidate(surveyed, "torch.bf16", Role.FPROP)
+    assert (partly.why_not, list(partly.gemm_us)) == (None, [64])
+    assert partly.error
+    assert list(candidate(surveyed, "torch.fp32", Role.FPROP).gemm_us) == [64, 128]
+
+
 def test_all_kernels_that_broke_the_process_are_remembered(tmp_path: Path) -> None:
     partial = Partial(tmp_path, "identity")
     for kernel in ("one", "two"):

@@ -22,7 +22,7 @@ from loka.core.record import Finding, Record
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
 from loka.measure.block import Blocks
-from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, until_known, usual_rows
+from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, draw_tensors, until_known, usual_rows
 from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.speed import Speeds, TimedShape
@@ -254,11 +254,14 @@ class TestSitesOfAllKinds:
         assert site.baseline == "torch.bf16"
         assert {(cast.tensor, cast.forms) for cast in site.casts} == {(TensorName.W, ("bf16",)), (TensorName.W, ("bf16ᵀ",))}
         assert candidate(site, "reference.rowwise", Role.WGRAD).error["relative_rms"].mean == pytest.approx(0.037, rel=0.06)
+        drawn = next(draw_tensors(site_record("a", normal_weight()), 1, Format.BF16, torch.device("cpu")))
+        assert drawn.x.dtype is torch.bfloat16
+        assert torch.equal(drawn.weights[0], normal_weight()), "casts read the weight as the model stores it"
 
     def test_many_row_counts_are_bounded(self) -> None:
-        calls = {m: 1.0 / m for m in range(16, 32)}
+        calls = {m: 2.0 if 20 <= m < 26 else 1.0 for m in range(16, 32)}
         (site,) = measure(record_of(site_record("a", normal_weight(), calls=calls)), kernels=["torch.fp32"]).sites
-        assert sorted(candidate(site, "torch.fp32", Role.FPROP).gemm_us) == [16, 17, 18, 19, 20, 21, 31]
+        assert sorted(candidate(site, "torch.fp32", Role.FPROP).gemm_us) == [20, 21, 22, 23, 24, 25, 31]
         assert site.calls == calls
 
     def test_a_block_says_what_keeps_it_from_being_one(self) -> None:
@@ -298,6 +301,14 @@ class TestCeiling:
         assert ceiling.uncovered == ("linear in top",)
         assert said[0].startswith(f"1 sites hold {step_us / 1e5:.0%} of a step")
         assert said[0].endswith("Not covered: linear in top.")
+
+    def test_rows_that_were_not_timed_take_what_the_nearest_above_do(self) -> None:
+        calls = {m: 2.0 if m in (8, 16, 32, 64, 128, 256) else 1.0 for m in (8, 12, 16, 24, 32, 64, 128, 256, 512)}
+        survey = measure(record_of(site_record("a", normal_weight(), calls=calls), step_us=1e6), kernels=["torch.fp32"])
+        stand_ins = {8: 2.0, 16: 1.0 + 2.0, 32: 1.0 + 2.0, 64: 2.0, 128: 2.0, 256: 2.0, 512: 1.0}
+        step_us = sum(n * sum(c.gemm_us[m] for c in survey.sites[0].candidates) for m, n in stand_ins.items())
+        assert survey.document.ceiling is not None
+        assert survey.document.ceiling.sites_us == pytest.approx(step_us)
 
     def test_is_not_claimed_of_another_machine(self) -> None:
         record = record_of(site_record("a", normal_weight()), step_us=1e5)
