@@ -1,6 +1,7 @@
 """Blocks in a Survey: error of every role against float64, and times without the cast of the input."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,15 @@ def test_a_layer_with_nothing_behind_it_may_end_a_chain(monkeypatch: pytest.Monk
     assert tuple(timed) == TIMED[:6]
     assert tail.epilogue_training_us == tail.epilogue_forward_us == {32: 0.0}
     assert all(0.03 < tail.error[role]["mere_floored"].mean < 0.1 for role in Role)  # healthy e4m3
+
+
+def test_what_backward_misreads_is_the_most_of_any_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr("loka.measure.block.time_together", lambda calls, *_, **__: dict.fromkeys(calls, Timing(1.0, 1, 1, 1)))
+    shares = itertools.chain([0.1, 0.3], itertools.repeat(0.2))
+    monkeypatch.setattr(_Exact, "misread_backward", lambda *_: next(shares))
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", weight(96, 64), **BEHIND), [32])
+    assert block.misread_backward == 0.3
 
 
 @pytest.mark.parametrize("needs", [{}, {"needs_dx": False}, {"needs_dw": False}])

@@ -15,6 +15,7 @@ from loka.kernels.operand import Form, Operand
 from loka.kernels.providers.reference import Reference
 from loka.measure.error import OptionError
 from loka.measure.gemm import measure_site
+from loka.measure.oracle import Oracle
 from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel
 from loka.measure.timing import Timing, copies_past_cache, time_together
 from loka.numerics.metrics import measure_error
@@ -119,6 +120,17 @@ class TestMeasureSite:
             for transform, (role, expected) in itertools.product(Transform, exact.items()):
                 product = parts.multiply(Option("reference.rowwise", role, transform), turn)
                 assert measure_error(product, expected).relative_rms < 0.06
+
+    @pytest.mark.parametrize("transform", Transform)
+    def test_the_oracle_s_error_is_that_of_the_kernel_it_is_the_oracle_of(self, transform: Transform) -> None:
+        """What is held to it, and is far worse, is called faulty: it must know what a transform adds behind the product."""
+        shift_K, scale_K = torch.linspace(-3, 3, 128), 2.0 ** torch.arange(128).remainder(5)
+        x_MK = (self.tensors.x + shift_K) * scale_K if transform is Transform.RESCALE else self.tensors.x + shift_K
+        features = {Transform.CENTER: shift_K.bfloat16().float(), Transform.RESCALE: scale_K}
+        parts = SiteParts(SiteTensors(x_MK, self.tensors.dy, self.tensors.weights[:1], features=features))
+        for role in Role:
+            option = Option("reference.rowwise", role, transform)
+            assert Oracle(parts).relative_rms(option) == pytest.approx(parts.error(option).relative_rms, rel=1e-3)
 
     def test_same_tensors_from_the_same_seed(self) -> None:
         again = SiteTensors.random(self.site, torch.float32, CPU)
