@@ -85,6 +85,7 @@ def test_one_migration_a_schema() -> None:
         ('{"schema": "loka.note/²"}', "is no loka.note"),
         ('{"schema": 3}', "is no loka.note"),
         ('{"schema": "loka.note/4", "text": "t"}', "was written by a newer LoKA .*update LoKA"),
+        ('{"schema": "loka.note/10", "text": "t"}', "was written by a newer LoKA .*update LoKA"),
         (
             '{"schema": "loka.note/2", "text": "t"}',
             "older schema loka.note/2, which this LoKA .of loka.note/3. no longer reads",

@@ -132,6 +132,14 @@ class TestMeasureSite:
             option = Option("reference.rowwise", role, transform)
             assert Oracle(parts).relative_rms(option) == pytest.approx(parts.error(option).relative_rms, rel=1e-3)
 
+    def test_what_casts_lose_is_what_the_operand_that_loses_more_does(self) -> None:
+        """A quarter of the weights is too small for one scale of e4m3: fprop and dgrad read them, wgrad does not."""
+        weight_NK = torch.ones(64, 128)
+        weight_NK[:16] = 1e-6
+        parts = SiteParts(SiteTensors(torch.ones(256, 128), torch.ones(256, 64), [weight_NK]))
+        lost = {role: Oracle(parts).lost(Option("reference.tensorwise", role)) for role in Role}
+        assert lost == {Role.FPROP: (0.25, 0.0), Role.DGRAD: (0.25, 0.0), Role.WGRAD: (0.0, 0.0)}
+
     def test_same_tensors_from_the_same_seed(self) -> None:
         again = SiteTensors.random(self.site, torch.float32, CPU)
         assert torch.equal(again.x, self.tensors.x)

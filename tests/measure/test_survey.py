@@ -165,6 +165,8 @@ class TestTransforms:
         assert candidate(survey.sites[0], "reference.rowwise", Role.WGRAD, expected.transform).error["mere_floored"].high < 0.1
         torch.testing.assert_close(survey.vectors[f"a/{expected.transform}"], expected.vector_K, rtol=0.01, atol=0)
         assert {c.transform for c in survey.sites[0].candidates} == {Transform.NONE, expected.transform}
+        touched = {c.role for c in survey.sites[0].candidates if c.transform is expected.transform}
+        assert touched == (set(Role) if expected.transform is Transform.RESCALE else {Role.FPROP, Role.WGRAD})
 
     def test_what_is_surveyed_is_what_a_module_does(self) -> None:
         planted = cancelling_mean()

@@ -42,6 +42,15 @@ def test_older_samples_fade_by_half_life() -> None:
     assert float(record.sites[""].mean_K) == pytest.approx((0 * 0.25 + 8 * 0.5 + 16) / 1.75)
 
 
+def test_a_statistic_that_waited_for_its_turn_fades_by_all_it_missed() -> None:
+    """Five samples of four rows: all are in the moments, the first, third and fifth in the quantiles, the ends in the range."""
+    record = probe_steps(nn.Linear(1, 1), lambda model: model(torch.ones(4, 1)).sum(), 5, half_life=1.0)
+    statistics = record.sites[""].statistics
+    assert statistics["moments"].tensors["count"] == 4 * (1 + 1 / 2 + 1 / 4 + 1 / 8 + 1 / 16)
+    assert statistics["quantiles"].tensors["count"] == 4 * (1 + 1 / 4 + 1 / 16)
+    assert statistics["binades"].tensors["x_B"].sum() == 4 * (1 + 1 / 16)
+
+
 def test_autocast_is_seen_and_statistics_stay_fp32() -> None:
     x_MK = torch.randn(16, 12) + 1000  # bf16 would round the deviation away
 
