@@ -256,6 +256,25 @@ def test_a_plan_that_is_slower_as_a_whole_gives_back_what_saves_least() -> None:
     assert "ran" in next(site.reason for site in checked.plan.sites if site.site == "top.0")
 
 
+def test_the_first_pass_of_each_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the plan and without it in turn: the first compiles, packs and allocates."""
+    passes_us = iter([900.0, 50.0, 10.0, 30.0])
+    monkeypatch.setattr("loka.dispatch.check._Trial._pass_us", lambda self: next(passes_us))
+    (only,) = check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0).rounds
+    assert only.speedup == 3.0
+
+
+@pytest.mark.parametrize(("goal", "casts"), [(Goal.TRAINING, 4 * len(BATCHES)), (Goal.SERVING, 0)])
+def test_a_training_step_is_timed_with_the_casts_of_its_weights(
+    goal: Goal, casts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four passes, of which one is by the plan and one without it, and one of each before them."""
+    seen: list[nn.Module] = []
+    monkeypatch.setattr("loka.dispatch.check.recast_after_step", seen.append)
+    check(plan_for(tower(), {"bottom": ROWWISE}, goal=goal), max_loss_change=1.0)
+    assert len(seen) == casts
+
+
 def test_a_slow_plan_of_many_sites_takes_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled model is compiled in every one of them."""
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(16)), nn.Linear(24, 1))
