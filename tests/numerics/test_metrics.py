@@ -56,6 +56,13 @@ def test_each_column_or_row_is_floored_at_its_own_rms():
         assert measure_error(out.t(), ref.t(), role).mere_floored == pytest.approx(0.25, rel=1e-6)
 
 
+def test_the_mean_is_over_all_values_of_a_matrix_that_is_not_square():
+    ref = torch.tensor([[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]])
+    out = ref * torch.tensor([[1.1, 1.0, 1.0], [1.0, 1.0, 1.2]])
+    for axis in (0, 1, None):
+        assert float(mere_floored(out, ref, axis=axis)) == pytest.approx((0.1 + 0.2) / 6, rel=1e-6)
+
+
 def test_differences_that_fp32_would_round_away_are_seen():
     ref = torch.tensor([1.0], dtype=torch.float64)
     assert float(relative_rms(ref + 1e-12, ref)) == pytest.approx(1e-12, rel=1e-3)

@@ -175,7 +175,8 @@ def test_quantiles_are_looked_at_every_second_sample_and_from_the_first_with_gra
             model(torch.full((8, 4), value)).sum().backward()
     statistics = probe.record().sites[""].statistics
     assert statistics["moments"].tensors["count"] == 24
-    assert statistics["quantiles"].tensors["count"] == 16  # of samples 1, for nothing was known with gradients, and 2
+    assert statistics["quantiles"].tensors["count"] == 16  # of the first with gradients, and of the third
+    assert statistics["quantiles"].tensors["values_LD"][:, :4].unique().tolist() == [1.0, 3.0]
 
 
 def test_turns_are_those_of_the_site_not_of_the_probe() -> None:
@@ -310,6 +311,10 @@ def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> N
     rows = learning.look([call], dw_NK, all_finite=value == 1.0)
     assert rows is not None
     assert (rows.dw_NK is not None) is (value == 1.0)
+    learning.learn(rows, fade=1.0)
+    gradients = learning._statistics["gradients"].tensors
+    known = 1.0 if value == 1.0 else 0.0
+    assert (gradients["m"], gradients["steps"], gradients["dw_NK"].sum()) == (8 * known, known, 12 * known)
 
 
 def test_a_history_ends_where_numbers_do() -> None:
