@@ -180,6 +180,12 @@ def test_features_that_say_nothing() -> None:
     assert "4 of 40 features of x are always zero" in finding.message
 
 
+def test_of_a_layer_without_any_gradient_all_outputs_are_told_and_no_more() -> None:
+    dead = nn.Sequential(linear(torch.randn(20, 40), torch.full((20,), -1000.0)), nn.ReLU())
+    (finding,) = of_kind(probed(dead, torch.randn(ROWS, 40)), "idle_features")
+    assert finding.message == "20 of 20 outputs get no gradient"
+
+
 def test_heads_have_no_findings() -> None:
     record = probed(nn.Sequential(nn.Linear(20, 8)), torch.zeros(ROWS, 20))
     assert {finding.site for finding in record.findings} == {"0"}
