@@ -18,17 +18,18 @@ from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, Plan, SitePlan
 from loka.core.recipe import Format
 from loka.core.results import GatheredResults
-from loka.core.survey import Candidate, SiteSurvey, Survey, SurveyDocument
+from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Survey, SurveyDocument
 from loka.kernels.device import device_of
 from loka.planner.plan import make_plan
 from loka.train import quality_bench
 from loka.train.config import TrainConfig
 from loka.train.jobs import run_jobs
 from loka.train.line_chart import Line, line_chart
-from loka.train.loka_plan import _rounded, as_if_8_bits_always_paid
+from loka.train.loka_plan import _rounded, as_if_8_bits_always_paid, only_in_roles
 from loka.train.paired import Run, change_in_percent, dataset_of, describe_change, prepare, train_run
 from loka.train.quality_bench import Campaign, make_table, run_campaign, trajectories, write_report
 from loka.train.quality_settings import SETTINGS, Arm, arms_on
+from loka.train.trainer import Trainer
 
 SVG = "{http://www.w3.org/2000/svg}"
 CPU = torch.device("cpu")
@@ -81,10 +82,22 @@ class TestRuns:
     def test_the_trajectory_is_the_loss_of_examples_not_yet_learned_from(self, config):
         row = train_run(Run(config, Arm("plain")))
         model, _ = prepare(Run(config, Arm("plain")), dataset_of(config, CPU), CPU)
-        batch = next(dataset_of(config, CPU).train(64))
-        first = torch.nn.functional.binary_cross_entropy_with_logits(model(batch).double(), batch.label_B.double())
-        assert row["trajectory"][0] == (1, pytest.approx(first.item(), rel=1e-6))
+        trainer = Trainer(model, config)
+        for (step, loss), batch in zip(row["trajectory"], dataset_of(config, CPU).train(64), strict=False):
+            logits_B = model(batch).double()
+            expected = torch.nn.functional.binary_cross_entropy_with_logits(logits_B, batch.label_B.double())
+            assert loss == pytest.approx(expected.item(), rel=1e-6), step
+            trainer.step(batch)
         assert [step for step, _ in row["trajectory"]] == list(range(1, 13))
+
+    def test_every_seed_has_weights_and_batches_of_its_own(self, config):
+        data = [dataset_of(replace(config, seed=seed), CPU) for seed in (0, 1)]
+        first, second = (next(one.train(64)) for one in data)
+        assert not torch.equal(first.dense_BD, second.dense_BD)
+        weights = [
+            prepare(Run(replace(config, seed=seed), Arm("plain")), data[0], CPU)[0].dense_part.head.weight for seed in (0, 1)
+        ]
+        assert not torch.equal(*weights)
 
     def test_a_loss_that_is_not_finite_ends_the_run(self, config):
         bad = replace(config, model="dlrm", data_options={"inf_at": 5})
@@ -239,6 +252,31 @@ class TestPlannedArms:
             Role.DGRAD: "reference.tensorwise",
             Role.WGRAD: "reference.rowwise",
         }
+
+    def test_int8_is_for_forward_alone_and_blocks_always_pay_too(self):
+        """As on a GPU: gradients span too many binades for it."""
+        error, times = {"mere_floored": Estimate(0.1, 0.1, 0.1, 9)}, {64: 5.0}
+        high = [Candidate("torch.fp32", role, "fp32", forms=("fp32", "fp32"), gemm_us=times) for role in Role]
+        int8 = [Candidate("reference.int8_rowwise", role, "int8 rowwise", error=error, forms=("i8", "i8")) for role in Role]
+        slow = BlockCandidate(
+            "triton.block",
+            "norm",
+            None,
+            error=dict.fromkeys(Role, error),
+            training_us={64: 99.0},
+            baseline_training_us={64: 5.0},
+        )
+        plain = SiteSurvey("tower", 32, 32, False, False, {64: 1.0}, "torch.fp32", (*high, *int8), ())
+        block = SiteSurvey("block", 32, 32, False, False, {64: 1.0}, "torch.fp32", tuple(high), (), blocks=(slow,))
+        document = SurveyDocument("f" * 16, current_environment(device_of(CPU)), Format.FP32, (plain, block))
+        tower, fused = make_plan(as_if_8_bits_always_paid(Survey(document))).sites
+        assert [role for role, choice in tower.kernels.items() if choice.kernel == "reference.int8_rowwise"] == [Role.FPROP]
+        assert fused.block is not None
+        (alone, _) = only_in_roles(Survey(document), ["dgrad"]).sites
+        assert {(c.kernel, c.role) for c in alone.candidates if c.kernel != "torch.fp32"} == {
+            ("reference.int8_rowwise", Role.DGRAD)
+        }
+        assert all(site.blocks == () for site in only_in_roles(Survey(document), ["dgrad"]).sites)
 
     def test_all_seeds_of_an_arm_share_a_plan_from_a_run_of_its_own(self, campaign, results):
         said: list[str] = []

@@ -1,6 +1,7 @@
 """Two models beside each other: their losses on the same examples, and the time of a call by kind."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from loka.core.plan import Goal
 from loka.data.batch import Batch
 from loka.train.config import Precision
 from loka.train.step_profile import TimedKernel
-from loka.train.twins import compare_quality, split_by_kind, time_in_a_row_us
+from loka.train.twins import Twin, compare_quality, compare_times, split_by_kind, time_in_a_row_us
 
 KERNELS = [
     TimedKernel("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", ("aten::mm", "CompiledFunction"), 600.0),
@@ -60,6 +61,26 @@ def test_a_device_is_waited_for_around_the_calls_and_not_between_them(monkeypatc
     monkeypatch.setattr(time, "perf_counter", lambda: clock_us * 1e-6)
     assert time_in_a_row_us(run, 4, wait) == pytest.approx(100)
     assert done == ["wait", *["run"] * 4, "wait"]
+
+
+def test_times_are_taken_in_turns_and_the_speed_up_is_the_mean_of_their_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two rounds compile and allocate."""
+    clock_us, order = 0, []
+    durations_us = {"high": iter([9000, 800, 300, 500, 400]), "planned": iter([9000, 9000, 100, 100, 100])}
+
+    def run(name: str) -> None:
+        nonlocal clock_us
+        order.append(name)
+        clock_us += next(durations_us[name])
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_us * 1e-6)
+    monkeypatch.setattr("loka.train.twins._by_kind", lambda twin, total_us, compiled: {"GEMM": total_us})
+    high, planned = (Twin(nn.Linear(1, 1), partial(run, name)) for name in ("high", "planned"))  # type: ignore[arg-type]
+    pair = compare_times(Goal.TRAINING, 64, high, planned, rounds=3)
+    assert order == ["high", "planned"] * 5
+    assert (pair.high_us, pair.planned_us, pair.batch_size) == (pytest.approx(400), pytest.approx(100), 64)
+    assert (pair.speedup.mean, pair.speedup.n) == (pytest.approx((3 + 5 + 4) / 3), 3)
+    assert (pair.high_by_kind, pair.planned_by_kind) == ({"GEMM": pair.high_us}, {"GEMM": pair.planned_us})
 
 
 class Logit(nn.Module):
