@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,6 +27,15 @@ def test_quantiles_of_a_planted_distribution() -> None:
     state = quantiles_of(torch.empty(100_000, 2).exponential_(), LEVELS)
     wanted_L = -torch.log1p(-torch.special.ndtr(level_scores(LEVELS, torch.device("cpu"))))
     torch.testing.assert_close(state["values_LD"][8:-8, 0], wanted_L[8:-8], rtol=0.05, atol=0.01)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 256])
+def test_quantiles_of_few_rows_lie_where_each_stands_for_as_much_on_either_side(rows: int) -> None:
+    """Numpy calls that Hazen's."""
+    rows_RD = torch.randn(rows, 3)
+    probability_L = torch.special.ndtr(level_scores(LEVELS, torch.device("cpu"))).double().numpy()
+    expected_LD = torch.from_numpy(np.quantile(rows_RD.double().numpy(), probability_L, axis=0, method="hazen"))
+    torch.testing.assert_close(quantiles_of(rows_RD, LEVELS)["values_LD"].double(), expected_LD, rtol=1e-4, atol=1e-4)
 
 
 @given(sizes=st.lists(st.sampled_from([1, 30, 256, 1000]), min_size=2, max_size=8), seed=st.integers(0, 99))

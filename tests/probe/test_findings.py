@@ -133,6 +133,7 @@ def test_a_mean_in_front_of_a_layer_norm_asks_for_block_norm(common: float, norm
     [
         (lambda step: 4.0 * step, True),
         (lambda step: 40.0 * (1 - 0.5**step), False),  # large, and at rest
+        (lambda step: 40.0 * (1 - 0.8**step), False),  # still grows, and comes to rest
         (lambda step: 0.002 * step, False),  # grows, and is nothing yet
     ],
 )

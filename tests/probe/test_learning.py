@@ -165,6 +165,16 @@ def test_a_sample_is_learned_behind_the_steps_that_follow_and_the_record_holds_i
                 assert torch.equal(tensor, late.sites[name].statistics[key].tensors[part]), (name, key, part)
 
 
+def test_what_one_sample_showed_is_learned_before_the_next() -> None:
+    """Where all steps are sampled none follows behind which it could be: rows of all would be kept."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    probe = loka.Probe(model, every=1)
+    for _ in range(5):
+        with probe.step():
+            model(torch.randn(32, 6)).square().mean().backward()
+        assert len(probe._unlearned) <= 2
+
+
 def test_quantiles_are_looked_at_every_second_sample_and_from_the_first_with_gradients() -> None:
     model = nn.Linear(4, 2)
     probe = loka.Probe(model, every=1, half_life=None)
