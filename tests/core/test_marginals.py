@@ -111,3 +111,21 @@ def test_correlations_that_do_not_fit_together_are_drawn_all_the_same() -> None:
     factor_DD = _quick_factor(torch.eye(3, dtype=torch.float64) * 1.9 - 0.9)
     assert factor_DD.isfinite().all()
     torch.testing.assert_close(factor_DD.square().sum(0), torch.ones(3))
+
+
+def test_zeros_end_half_way_to_the_next_level() -> None:
+    """What lies between a zero and another value was never seen: half of such draws are the one, half the other."""
+    values_LD = torch.tensor([[-2.0], [0.0], [0.0], [4.0], [6.0]])
+    z_M1 = torch.tensor([-2.7, -2.6, 0.8, 0.9, 1.75, 2.625, 9.0])[:, None]  # levels are at ±3.5, ±1.75 and 0
+    assert values_at(values_LD, z_M1)[:, 0].tolist() == pytest.approx([-2.0, 0.0, 0.0, 4.0, 4.0, 5.0, 6.0])
+
+
+def test_numbers_of_a_sketch_have_unit_variance_and_the_correlation_of_its_largest_direction() -> None:
+    """A hundred features that share half of their variance: 64 directions are kept, and noise stands for the others."""
+    rows_RD = torch.randn(600, 1) + torch.randn(600, 100)
+    latent = latent_of(moments_of(rows_RD, Covariance.LOW_RANK), quantiles_of(rows_RD, 33)["values_LD"])
+    z_MD = latent.draw(20_000, torch.Generator().manual_seed(0))
+    covariance_DD = torch.cov(z_MD.t())
+    torch.testing.assert_close(covariance_DD.diagonal(), torch.ones(100), rtol=0.08, atol=0)
+    shared = (covariance_DD.sum() - covariance_DD.trace()) / (100 * 99)
+    assert shared == pytest.approx(0.5, abs=0.05)

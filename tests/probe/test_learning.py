@@ -36,6 +36,14 @@ def test_x_and_dy_are_learned_together() -> None:
     assert error_NK.norm() < 0.15 * (model.weight.grad / 64).norm()
 
 
+def test_the_gradient_of_the_weight_is_of_all_rows_and_all_else_of_those_that_were_chosen() -> None:
+    model, calls = nn.Linear(12, 5), [torch.randn(64, 12), torch.randn(32, 12)]
+    site = probe_steps(model, lambda model: sum(model(x_MK).pow(3).sum() for x_MK in calls), rows=16).sites[""]
+    gradients = site.statistics["gradients"].tensors
+    torch.testing.assert_close(gradients["dw_NK"], model.weight.grad)
+    assert (gradients["m"], gradients["steps"], gradients["count"]) == (64 + 32, 1, 16 + 16)
+
+
 def test_older_samples_fade_by_half_life() -> None:
     values = iter([0.0, 8.0, 16.0])
     record = probe_steps(nn.Linear(1, 1), lambda model: model(torch.full((4, 1), next(values))).sum(), 3, half_life=1.0)
