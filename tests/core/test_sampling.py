@@ -176,6 +176,19 @@ def test_a_gradient_that_no_covariance_knows_of_is_made_up_for() -> None:
     assert (dy_MN.t() @ x_MK / len(x_MK) - true_NK).norm() < 0.3 * true_NK.norm()
 
 
+def test_it_is_made_up_for_in_turns_where_outputs_without_a_gradient_take_none_of_it() -> None:
+    """Three in four are 0, as behind a ReLU: each correction comes to a quarter of what is missing."""
+
+    def masked(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x_MK, dy_MN = turning(generator)
+        return x_MK, dy_MN * (torch.rand(dy_MN.shape, generator=generator) < 0.25)
+
+    x_MK, dy_MN = drawn(sampler_of(masked), 32_768)
+    generator = torch.Generator().manual_seed(9)
+    true_NK = sum(dy.t() @ x for x, dy in (masked(generator) for _ in range(64))) / (64 * ROWS)
+    assert (dy_MN.t() @ x_MK / len(x_MK) - true_NK).norm() < 0.65 * true_NK.norm()
+
+
 @pytest.mark.parametrize("share", [0.2, 0.45])
 def test_a_feature_of_two_values_has_its_mean(share: float) -> None:
     """Between two levels it is not known where one value ends: the mean says."""

@@ -55,6 +55,16 @@ def test_a_planted_matrix_normal_is_recovered(decay: float, bound: float) -> Non
     assert float(state["u_NN"].trace()) == pytest.approx(N, rel=1e-5)
 
 
+def test_two_snapshots_tell_the_spread_of_one_and_not_of_their_difference() -> None:
+    """Of weights that are independent, whose difference has twice the variance."""
+    spreads = []
+    for seed in range(40):
+        first, second = 0.1 * torch.randn(2, N, K, generator=torch.Generator().manual_seed(seed))
+        state = observe_weight(observe_weight(None, first), second)
+        spreads.append(float(state["u_NN"].trace() / N * state["v_KK"].trace() / K))
+    assert sum(spreads) / len(spreads) == pytest.approx(0.01, rel=0.2)  # smoothed from few
+
+
 def test_draws_have_the_covariance_that_was_learned() -> None:
     mean_NK, u_NN, v_KK = planted()
     state = learned(snapshots(mean_NK, u_NN, v_KK, 50))
