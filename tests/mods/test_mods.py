@@ -101,6 +101,23 @@ class TestOnAUsersModel:
             loka.apply_mods(model, mods)
             torch.testing.assert_close(model(x), expected)
 
+    def test_what_works_in_place_does_so_behind_hard_swish(self) -> None:
+        """Forward may go on with what it has given to the activation."""
+
+        class InPlace(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.act, self.out = nn.Linear(6, 20), nn.SiLU(inplace=True), nn.Linear(20, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = self.inner(x)
+                self.act(y)
+                return self.out(y)
+
+        model, x = InPlace(), torch.randn(5, 6)
+        loka.apply_mods(model, ["hard_swish"])
+        torch.testing.assert_close(model(x), model.out(hard_swish(model.inner(x))))
+
     def test_insert_norm_leaves_bounded_activations_alone(self) -> None:
         gates = nn.Sequential(nn.Linear(6, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
         assert not loka.apply_mods(gates, "insert_norm").changes
