@@ -99,12 +99,14 @@ class TestRuns:
         ]
         assert not torch.equal(*weights)
 
-    def test_a_loss_that_is_not_finite_ends_the_run(self, config):
+    def test_a_loss_that_is_not_finite_ends_the_run(self, config, monkeypatch):
+        monkeypatch.setattr("loka.train.paired.time", SimpleNamespace(perf_counter=iter([10.0, 12.0]).__next__))
         bad = replace(config, model="dlrm", data_options={"inf_at": 5})
         row = train_run(Run(bad, Arm("plain")))
         assert row["nonfinite_step"] == 5
         assert "test" not in row
         assert len(row["trajectory"]) == 6
+        assert row["samples_per_s"] == 6 * 64 / 2
 
 
 class TestCampaign:
