@@ -197,6 +197,18 @@ def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
     assert kept["loka"]["did"] == measured["loka"]["did"]
 
 
+def test_a_survey_is_of_one_model_with_its_mods_its_rows_and_the_kernels(bench):
+    """Training and serving plan from the same; nothing else does, neither in one call nor from a folder."""
+    cell = Cell("dlrm", "tiny", 32, Goal.TRAINING)
+    cells = [cell, replace(cell, model="wukong"), replace(cell, preset="small"), replace(cell, batch_size=64)]
+    other = ModelBench(CPU, kernels=["onednn.int8"])
+    names = [
+        one.name_of_survey(cell, ARMS[arm]) for one in (bench, other) for cell in cells for arm in ("loka", "loka-without-mods")
+    ]
+    assert len(set(names)) == len(names) == 16
+    assert bench.name_of_survey(replace(cell, goal=Goal.SERVING), ARMS["loka"]) == names[0]
+
+
 def test_the_probed_model_is_gone_when_kernels_are_measured(monkeypatch):
     """With its gradients and optimizer it is several times its weights, and a wide layer's errors take the rest of a GPU."""
     probed, at_measure = [], []
@@ -381,7 +393,8 @@ class TestTables:
     def test_dense_speedups_where_the_step_was_launched_or_is_nothing_but_what_stays(self, tmp_path, speedup, is_graph, told):
         results = GatheredResults(tmp_path, "model", current_environment(device_of(CPU)), "loka bench model")
         about = {"model": "wukong", "preset": "base", "batch_size": 2048, "goal": "training", "did": "", "is_graph": is_graph}
-        shares = {Kind.GEMM: 2 / 3, Kind.OPTIMIZER: 1 / 3, Kind.ELEMENTWISE: 0.0}
+        stays = {Kind.OPTIMIZER: 1 / 6, Kind.EMBEDDING: 1 / 12, Kind.INPUT: 1 / 12}
+        shares = {Kind.GEMM: 2 / 3, Kind.ELEMENTWISE: 0.0, **stays}
         base = {"arm": "bf16", "time_us": {"median_us": 4000.0}, "speedup": 1.0, "peak_bytes": None, "shares": shares}
         results.add("a", about | base)
         results.add("b", about | {"arm": "loka", "speedup": speedup, "peak_bytes": None})

@@ -108,6 +108,16 @@ class TestRuns:
         assert len(row["trajectory"]) == 6
         assert row["samples_per_s"] == 6 * 64 / 2
 
+    def test_what_plans_and_mods_are_by_now_is_part_of_what_decides_the_numbers(self, config, monkeypatch):
+        """Rows of a results file from before are not taken for those of today."""
+        arms = arms_on("cpu")
+        runs = {name: Run(config, arms[name]) for name in ("fp32", "mods", "loka-without-mods")}
+        before = {name: run.settings for name, run in runs.items()}
+        monkeypatch.setattr("loka.train.paired.PLANS_AS_OF", 1_000)
+        assert [name for name, run in runs.items() if run.settings != before[name]] == ["loka-without-mods"]
+        monkeypatch.setattr("loka.train.paired.MODS_AS_OF", 1_000)
+        assert [name for name, run in runs.items() if run.settings != before[name]] == ["mods", "loka-without-mods"]
+
 
 class TestCampaign:
     def test_fills_a_table_over_several_calls(self, campaign, results):
