@@ -2,6 +2,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from loka.core.errors import InvalidInput, UnknownName
 from loka.train.config import Precision, TrainConfig
 from loka.train.loop import evaluate, train
 from loka.train.nonfinite import NonFiniteLoss
+from loka.train.run_folder import RunFolder
+from loka.train.trainer import Trainer
 
 
 def config(planted: str, **changes: object) -> TrainConfig:
@@ -142,6 +145,24 @@ def test_evaluating_needs_examples_and_keeps_the_mode(planted):
 def test_mistakes_get_a_message(planted, changes, error, message):
     with pytest.raises(error, match=message):
         train(config(planted, **{"steps": 5} | changes))
+
+
+def test_saving_is_no_part_of_the_samples_a_second(planted, tmp_path, monkeypatch):
+    """By a clock that a step turns by 1 s and a checkpoint by 100."""
+    clock = {"s": 0.0}
+
+    def turned(function, seconds):
+        def run(*args, **kwargs):
+            clock["s"] += seconds
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr("loka.train.loop.time", SimpleNamespace(perf_counter=lambda: clock["s"]))
+    monkeypatch.setattr(Trainer, "step", turned(Trainer.step, 1.0))
+    monkeypatch.setattr(RunFolder, "save", turned(RunFolder.save, 100.0))
+    train(config(planted, steps=8, log_every=4, checkpoint_every=2, out=str(tmp_path)))
+    assert [row["samples_per_s"] for row in rows(tmp_path)] == [64.0, 64.0]
 
 
 def test_endless_data_needs_a_number_of_steps():

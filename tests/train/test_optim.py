@@ -79,12 +79,14 @@ def test_a_table_in_bf16_is_trained_with_sums_in_fp32(sparse):
     assert optimizer.state[table.weight]["sum_R"].tolist() == [0, 4, 0, 1, 0]
 
 
-def test_found_inf_holds_both_optimizers_still():
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_found_inf_holds_both_optimizers_still(is_sparse):
     table, dense = nn.Parameter(torch.ones(4, 2)), nn.Linear(2, 2)
     rowwise, adam = RowWiseAdagrad([table], lr=0.1), make_dense_optimizer(dense, lr=0.1, weight_decay=0.1)
 
     def step() -> None:
-        table.grad = sparse_gradient([1, 2], torch.full((2, 2), gradient), 4)
+        sparse = sparse_gradient([1, 2], torch.full((2, 2), gradient), 4)
+        table.grad = sparse if is_sparse else sparse.to_dense()
         for parameter in dense.parameters():
             parameter.grad = torch.full_like(parameter, gradient)
         rowwise.step()

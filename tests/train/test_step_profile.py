@@ -17,8 +17,10 @@ from loka.train.step_profile import (
     Kind,
     StepProfile,
     TimedKernel,
+    _cpu_operators,
     kernels_on_device,
     kind_of,
+    profile_calls,
     profile_kernels,
     profile_step,
     shares_of,
@@ -170,6 +172,31 @@ def test_a_kernel_counts_once_and_knows_who_launched_it():
 def test_a_profile_with_more_kernel_time_than_step_is_not_believed():
     assert StepProfile(1.0, 1.0, busy=1.0, shares={}).is_sound
     assert not StepProfile(1.0, 1.0, busy=18.2, shares={}).is_sound
+
+
+def test_the_device_is_busy_by_the_kernels_of_one_step(monkeypatch):
+    """Three steps of 2 ms are profiled, with kernels of 1.5 ms in each."""
+    clock = {"ms": 0}
+    kernels = [TimedKernel("gemm", (), 3000.0), TimedKernel("gemm", (), 1500.0)]
+    monkeypatch.setattr("loka.train.step_profile.time.perf_counter", lambda: clock["ms"] / 1e3)
+    monkeypatch.setattr("loka.train.step_profile.profile_kernels", lambda run, model, compiled: run() and kernels)
+    found = profile_calls(
+        lambda: clock.update(ms=clock["ms"] + 2), nn.Linear(1, 1), 64, compiled=False, warmup=1, timed=5, profiled=3
+    )
+    assert (found.step_ms, found.busy) == (pytest.approx(2), pytest.approx(0.75))
+    assert found.samples_per_s == pytest.approx(64 / 2e-3)
+
+
+def test_an_operator_takes_its_own_time_without_those_inside_it():
+    def event(name, own_us, total_us, parent=None, is_range=False):
+        times = {"self_cpu_time_total": own_us, "cpu_time_total": total_us}
+        return SimpleNamespace(name=name, cpu_parent=parent, is_user_annotation=is_range, **times)
+
+    around = event("loka.model", 5.0, 15.0, is_range=True)
+    outer = event("aten::linear", 2.0, 10.0)
+    inner = event("aten::addmm", 8.0, 8.0, parent=outer)
+    found = list(_cpu_operators(SimpleNamespace(events=lambda: [around, outer, inner])))
+    assert found == [TimedKernel("aten::linear", (), 2.0), TimedKernel("aten::addmm", ("aten::linear",), 8.0)]
 
 
 def test_a_step_on_the_cpu_has_a_share_of_every_kind_it_does():
