@@ -408,3 +408,16 @@ def test_a_measurement_goes_on_only_with_the_same_kernels() -> None:
     record = record_of(site_record("a", normal_weight()))
     kernels = [("torch.fp32",), ("torch.fp32", "onednn.int8"), ("onednn.int8", "torch.fp32")]
     assert len({identity_of(record, names, record.environment) for names in kernels}) == 3
+
+
+def test_a_measurement_goes_on_only_on_the_same_machine_with_the_same_versions_and_precision() -> None:
+    record = record_of(site_record("a", normal_weight()))
+    here = record.environment
+    changed = [{"device": "another CPU"}, {"loka": "0.0.1"}, {"libraries": here.libraries | {"torch": "2.11.0"}}]
+    environments = [here, *(msgspec.structs.replace(here, **fields) for fields in changed)]
+    identities = [identity_of(record, ("torch.fp32",), environment) for environment in environments]
+    identities.append(identity_of(dataclasses.replace(record, dtype=Format.BF16), ("torch.fp32",), here))
+    identities.append(identity_of(dataclasses.replace(record, steps_seen=7), ("torch.fp32",), here))
+    assert len(set(identities)) == 6
+    another_day = msgspec.structs.replace(here, date="2001-01-01")
+    assert identity_of(record, ("torch.fp32",), another_day) == identities[0]
