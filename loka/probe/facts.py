@@ -78,6 +78,7 @@ def _both(one: Block, other: Block) -> Block:
         is_head=any_of((one.is_head, other.is_head)),
         calls=None if one.calls is None or other.calls is None else max(one.calls, other.calls),
         entry=one.entry if one.entry == other.entry else None,
+        read_by=one.read_by or other.read_by,
     )
     return both if alike else _alone(both)
 

@@ -50,6 +50,21 @@ def test_a_model_that_branches_is_looked_at_in_every_branch() -> None:
     assert all(site.producer is None for site in record.sites.values())  # the body feeds now one tower, now the other
 
 
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_a_function_that_reads_a_weight_in_one_branch_is_told(order: tuple[bool, bool]) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.side, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor, is_tied: bool) -> Tensor:
+            y = self.body(x).relu()
+            return self.head(self.side(nn.functional.linear(y, self.body.weight)) if is_tied else y)
+
+    record = record_of(Tied(), *((torch.randn(32, 8), is_tied) for is_tied in order))
+    assert record.sites["body"].notes == ("its parameters are read by linear",)
+
+
 def test_a_branch_is_known_as_if_it_were_alone() -> None:
     x = torch.randn(32, 8)
     record = record_of(Domains(), (x, "a"), (x, "a"))
