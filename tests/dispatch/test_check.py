@@ -1,5 +1,6 @@
 """The joint check: sites planted to hurt, or to be slow, are given back; the model is left as it was."""
 
+import itertools
 import math
 import random
 from typing import Any
@@ -475,3 +476,15 @@ def test_an_optimizer_within_backward_takes_no_step() -> None:
     assert steps == []
     loss(model, BATCHES[0]).backward()
     assert len(steps) == len(handles)
+
+
+def test_a_loss_that_is_not_quite_repeatable_is_taken_where_the_limit_is_wider() -> None:
+    plan, calls = plan_for(tower(), {"bottom": ROWWISE}), itertools.count()
+
+    def shaky(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) + 1e-4 * (next(calls) % 5)
+
+    checked = loka.check_plan(tower(), plan, BATCHES, loss=shaky, max_loss_change=0.05, min_speedup=0.0, repeats=1)
+    assert checked.given_back == ()
+    with pytest.raises(InvalidInput, match="with nothing changed"):
+        loka.check_plan(tower(), plan, BATCHES, loss=shaky, max_loss_change=1e-5, min_speedup=0.0, repeats=1)
