@@ -1,10 +1,21 @@
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from loka.train.optim import RowWiseAdagrad, learning_rate, make_dense_optimizer, named_state
+from loka.data.batch import Batch, FeatureSchema
+from loka.models.embeddings import Embeddings
+from loka.train.optim import (
+    RowWiseAdagrad,
+    learning_rate,
+    make_dense_optimizer,
+    named_state,
+    sum_by_row,
+    sum_unique_rows,
+)
 
 
 def sparse_gradient(ids: list[int], values_KE: Tensor, n_rows: int) -> Tensor:
@@ -51,6 +62,24 @@ def test_sparse_and_dense_gradients_follow_the_plain_loop(n_rows, width, id_list
             table.grad = gradient.to_dense() if dense else gradient
             optimizer.step()
         assert torch.allclose(table.double(), expected, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ids=st.lists(st.integers(0, 9), max_size=40), n_rows=st.integers(10, 50), seed=st.integers(0, 2**16))
+def test_every_row_has_the_sum_of_its_gradients_once(ids, n_rows, seed):
+    gradient_KE = torch.randn(len(ids), 3, generator=torch.Generator().manual_seed(seed))
+    expected_RE = torch.zeros(n_rows, 3, dtype=torch.float64)
+    for row, gradient_E in zip(ids, gradient_KE.double(), strict=True):
+        expected_RE[row] += gradient_E
+    rows_K = torch.tensor(ids, dtype=torch.int64)
+    spread, unique = sum_by_row(rows_K, gradient_KE, n_rows), sum_unique_rows(rows_K, gradient_KE)
+    assert len(spread[0]) == len(ids)  # known without looking
+    assert unique[0].tolist() == sorted(set(ids))
+    for rows, sums in (spread, unique):
+        touched = [row for row, total in zip(rows.tolist(), sums, strict=True) if total.any()]
+        assert len(set(touched)) == len(touched)
+        found_RE = torch.zeros(n_rows, 3, dtype=torch.float64).index_add_(0, rows, sums.double())
+        assert torch.allclose(found_RE, expected_RE, atol=1e-5)
 
 
 def test_untouched_rows_keep_every_bit():
@@ -130,3 +159,35 @@ def test_the_learning_rate_rises_stays_and_falls_along_lines():
     assert [learning_rate(2.0, step, decay_steps=4, steps=6) for step in range(6)] == [2.0, 2.0, 2.0, 1.5, 1.0, 0.5]
     assert [learning_rate(1.0, step, warmup_steps=2, decay_steps=2, steps=3) for step in range(3)] == [0.5, 1.0, 0.5]
     assert learning_rate(0.3, 0) == 0.3
+
+
+@pytest.mark.gpu
+def test_embeddings_learn_on_a_gpu_as_on_the_cpu_and_the_host_waits_for_nothing():
+    torch.manual_seed(0)
+    schema = FeatureSchema(n_dense=0, onehot_sizes=(50, 3), multihot_sizes=(9,), bag_length=4)
+    on_cpu = Embeddings(schema, 8)
+    on_gpu = copy.deepcopy(on_cpu).cuda()
+    batch = Batch(
+        dense_BD=torch.zeros(256, 0),
+        onehot_BF=torch.stack([torch.randint(size, (256,)) for size in schema.onehot_sizes], dim=1),
+        label_B=torch.zeros(256),
+        multihot_BGS=torch.randint(-1, 9, (256, 1, 4)),
+    )
+    weight_BPE = torch.randn(256, 3, 8)
+
+    def learn(embeddings: Embeddings, batch: Batch, weight_BPE: Tensor) -> None:
+        optimizer = RowWiseAdagrad(embeddings.parameters(), lr=0.1)
+        for _ in range(3):
+            (features_BPE,) = embeddings(batch)
+            (features_BPE * weight_BPE).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    learn(on_cpu, batch, weight_BPE)
+    given = batch.to("cuda"), weight_BPE.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learn(on_gpu, *given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(on_gpu.table.cpu(), on_cpu.table, rtol=1e-4, atol=1e-5)
