@@ -141,12 +141,12 @@ class OnednnCaster:
 
 
 def _cast(x: Tensor, spec: OperandSpec) -> Operand:
-    dims = 1 if spec.scaling is Scaling.ROWWISE else (0, 1)
+    rowwise = spec.scaling is Scaling.ROWWISE
     if x.numel() == 0:  # there is nothing to reduce over
-        scale = x.new_ones(x.shape[0] if dims == 1 else 1, 1, dtype=torch.float32)
-    else:
-        amax = torch.maximum(x.amax(dims, keepdim=True), -x.amin(dims, keepdim=True))  # half the time of abs().amax()
-        scale = scale_from_amax(amax.float(), Format.INT8)
+        scale = x.new_ones(x.shape[0] if rowwise else 1, 1, dtype=torch.float32)
+    else:  # half the time of abs().amax(); aminmax reads once, and by rows takes five times as long
+        lowest, highest = (x.amin(1), x.amax(1)) if rowwise else torch.aminmax(x)
+        scale = scale_from_amax(torch.maximum(highest, -lowest).float().view(-1, 1), Format.INT8)
     # No clamp: |x| ≤ 127 scales. A NaN scale leaves codes undefined, and makes whatever they are NaN.
     codes = torch.div(x, scale).round_().to(torch.int8).contiguous()
     if spec.layout is Layout.ONEDNN and not torch.compiler.is_compiling():  # a traced graph packs when it multiplies
