@@ -118,6 +118,16 @@ def test_zeros_stay_zero_and_their_gradient_is_finite() -> None:
     torch.testing.assert_close(x.grad, torch.full_like(x, 1e-5**-0.5))
 
 
+def test_second_derivatives_at_zeros_are_finite() -> None:
+    """As for a gradient penalty. Those of the norm of a vector are not: squares may not be summed by it."""
+    norm = loka.BlockNorm(8)
+    x = torch.zeros(2, 8, dtype=torch.float64, requires_grad=True)
+    y = norm(x)
+    (dx,) = torch.autograd.grad((y + y.square()).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(dx.square().sum(), x)
+    torch.testing.assert_close(second, torch.full_like(x, 4 / norm.eps**1.5))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_seen_behind_the_norm(bad: float) -> None:
     x = torch.randn(2, 300)
