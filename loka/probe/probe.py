@@ -191,9 +191,9 @@ class Probe:
 
     def _take(self, seen: Watch) -> None:
         """Keep what a step showed, to be learned later; at once what is first seen, and what a device must be waited for."""
-        called_in = {name: calls[-1].dtype for name in self._sites if (calls := seen.trained_calls(name))}
-        _require_baseline(called_in)
-        self._dtypes |= called_in
+        dtypes = self._dtypes | {name: calls[-1].dtype for name in self._sites if (calls := seen.trained_calls(name))}
+        _require_baseline(dtypes)
+        self._dtypes = dtypes
         self._look_who_reads_what(seen)
         self._saw_forward |= bool(seen.calls) or seen.example is not None
         self._samples += 1
@@ -290,8 +290,10 @@ def _require_baseline(dtypes: Mapping[str, torch.dtype]) -> None:
     """Refuse a model nothing of which could be measured, before a run is spent on it."""
     if dtypes and BASELINES.isdisjoint(dtypes.values()):
         name, dtype = next(iter(dtypes.items()))
-        no_baseline = "for which, as for all other layers, there is no baseline to compare with"
-        raise InvalidInput(f"{name} runs in {_told(dtype)}, {no_baseline}: use float32 or bfloat16")
+        raise InvalidInput(
+            f"{name} runs in {_told(dtype)}, for which there is no baseline to compare with, nor is there for any other layer: "
+            f"use float32 or bfloat16"
+        )
 
 
 def _told(dtype: torch.dtype) -> str:

@@ -136,6 +136,12 @@ def test_a_layer_that_nothing_can_be_compared_with_stays_and_the_others_are_meas
     told = f"runs in {str(dtype)[6:]}, for which there is no baseline to compare with"
     assert (record.dtype, record.sites["calibration"].stays) == (Format.FP32, told)
     assert record.sites["calibration"].calls == {32: 1.0}
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(x).sum().backward()
+    with probe.step():  # of that layer alone
+        model.calibration(x.to(dtype)).float().sum().backward()
+    assert probe.record().dtype is Format.FP32
     survey = loka.measure(record, kernels=["reference.rowwise"], device="cpu")
     errors = {site.site: [candidate.error for candidate in site.candidates] for site in survey.sites}
     assert errors["body"]
