@@ -62,8 +62,10 @@ def settings_for(device: torch.device) -> DemoSettings:
             "base", Goal.TRAINING, 8192, 160, 160, 16, Precision.BF16, compile=True,
             model_options=fewer, unlike_preset="2 layers", checkpoint_every=160,
         )  # fmt: skip
+    is_fast = torch.backends.cpu.get_cpu_capability() == "AVX512"  # others are several times as slow
     # The preset's own layers are too narrow to be worth a cast; in these GEMMs are most of the time, as in real models.
-    wider: dict[str, Option] = {"fmb_widths": (1024, 512), "top_widths": (1024, 512)}
-    # Rows of a batch, steps under the Probe and of each twin, batches to compare them on: others are several times as slow.
-    sizes = (1024, 120, 80, 48) if torch.backends.cpu.get_cpu_capability() == "AVX512" else (512, 60, 40, 48)
+    widths = (1536, 768) if is_fast else (1024, 512)
+    # Rows of a batch, steps under the Probe and of each twin, batches to compare them on.
+    sizes = (1024, 120, 80, 48) if is_fast else (512, 60, 40, 48)
+    wider: dict[str, Option] = {"fmb_widths": widths, "top_widths": widths}
     return DemoSettings("small", Goal.SERVING, *sizes, model_options=wider, unlike_preset="wider")
