@@ -92,7 +92,7 @@ class Embeddings(nn.Module):
             first_BP.flatten(),
             mode="sum",
             sparse=True,
-            per_sample_weights=self._shares(valid_BN).flatten().to(self.table.dtype),
+            per_sample_weights=self._weights(valid_BN).flatten().to(self.table.dtype),
         )
         means_BPE = means.view(*first_BP.shape, self.dim)
         if not self.keep_sequence:
@@ -100,17 +100,17 @@ class Embeddings(nn.Module):
         features_BPE, sequence_BLE = means_BPE.split((self.n_features, self.schema.sequence_length), dim=1)
         return features_BPE.contiguous(), sequence_BLE.contiguous(), valid_BN[:, n_ids - self.schema.sequence_length :]
 
-    def _shares(self, valid_BN: Tensor) -> Tensor:
+    def _weights(self, valid_BN: Tensor) -> Tensor:
         """What each id counts in the mean of its bag; nothing at padding."""
         schema = self.schema
         n_bags = len(schema.multihot_sizes)
         widths = (len(schema.onehot_sizes), n_bags * schema.bag_length, schema.sequence_length)
         valid_BF, valid_BX, valid_BL = valid_BN.split(widths, dim=1)
-        shares = [valid_BF.float()]
+        weights = [valid_BF.float()]
         if n_bags:
-            shares.append(_shares(valid_BX.unflatten(1, (n_bags, -1))).flatten(1))
-        shares.append(valid_BL.float() if self.keep_sequence else _shares(valid_BL))
-        return torch.cat(shares, dim=1)
+            weights.append(_shares(valid_BX.unflatten(1, (n_bags, -1))).flatten(1))
+        weights.append(valid_BL.float() if self.keep_sequence else _shares(valid_BL))
+        return torch.cat(weights, dim=1)
 
     def _ids(self, batch: Batch) -> Tensor:
         """All ids of each example in the table's order of features."""

@@ -90,7 +90,7 @@ def _sorted(rows_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _add_to_rows(target: Tensor, rows_K: Tensor, values: Tensor) -> None:
     if target.device.type == "cpu":
-        target.index_put_((rows_K,), values, accumulate=True)  # index_add_ takes three times as long there
+        target.index_put_((rows_K,), values, accumulate=True)  # index_add_ took up to 2.8 times as long (a Xeon, 16 wide)
     else:
         target.index_add_(0, rows_K, values)  # and index_put_ sorts there
 
