@@ -99,7 +99,7 @@ def _scaled(x, scale, OWN: tl.constexpr):
 
 
 @triton.jit
-def _store_plain(scaled_RC, row, col, codes_ptr, rows, cols):
+def store_plain(scaled_RC, row, col, codes_ptr, rows, cols):
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     place = codes_ptr + row.to(tl.int64)[:, None] * cols + col[None, :]
     if codes_ptr.dtype.element_ty == tl.int8:
@@ -134,18 +134,38 @@ def _cast_tile(
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
     ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile, read once, as four tiles of every fourth row: four codes of one column then meet in one thread, and are one
-    word of the transpose. WAIT: amaxes are there after waiting, the tile before."""
-    tile_R, tile_C = tile // tiles_across, tile % tiles_across
-    quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)
-    col = tile_C * COLS + tl.arange(0, COLS)
-    QUADS: tl.constexpr = ROWS // 4
+    """One tile, read once, as four tiles of every fourth row. WAIT: amaxes are there after waiting, the tile before."""
+    quad = tile // tiles_across * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    col = tile % tiles_across * COLS + tl.arange(0, COLS)
     x0 = _load_tile(x_ptr, 4 * quad, col, rows, cols, row_stride)
     x1 = _load_tile(x_ptr, 4 * quad + 1, col, rows, cols, row_stride)
     x2 = _load_tile(x_ptr, 4 * quad + 2, col, rows, cols, row_stride)
     x3 = _load_tile(x_ptr, 4 * quad + 3, col, rows, cols, row_stride)
     if WAIT:
         wait_for_kernels_before()
+    write_tile(
+        x0, x1, x2, x3, tile, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
+        row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr,
+        rows, cols, plain_rows, plain_cols, trans_rows, trans_cols, plain_static, trans_static, tiles_across,
+        ROWS, COLS, PLAIN, TRANS, SAME, ALL_AT_ONCE, ALIGNED, SEEN, SUMS,
+        16 // (x_ptr.dtype.element_ty.primitive_bitwidth // 8),
+    )  # fmt: skip
+
+
+@triton.jit
+def write_tile(
+    x0, x1, x2, x3, tile, plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr,
+    row_amax_ptr, col_amax_ptr, all_amax_ptr, amaxes, seen_rows_ptr, seen_cols_ptr, seen_all_ptr, sums_ptr,
+    rows, cols, plain_rows, plain_cols, trans_rows, trans_cols, plain_static, trans_static, tiles_across,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, OF_LOAD: tl.constexpr,
+):  # fmt: skip
+    """What four tiles of every fourth row hold, as ``cast_kernel`` says: four codes of one column meet in one thread, and are
+    one word of the transpose. A thread has loaded OF_LOAD values of a row at once."""
+    tile_R, tile_C = tile // tiles_across, tile % tiles_across
+    QUADS: tl.constexpr = ROWS // 4
+    quad = tile_R * QUADS + tl.arange(0, QUADS)
+    col = tile_C * COLS + tl.arange(0, COLS)
     bits_QC = tl.maximum(tl.maximum(magnitude(x0), magnitude(x1)), tl.maximum(magnitude(x2), magnitude(x3)))
     if SEEN:
         if TRANS == "rowwise":
@@ -157,7 +177,7 @@ def _cast_tile(
         all_amax = largest_of(all_amax_ptr, amaxes, ALL_AT_ONCE)
     if SUMS:
         sum_QC = x0.to(tl.float32) + x1.to(tl.float32) + (x2.to(tl.float32) + x3.to(tl.float32))
-        ROWS_OF_WARP: tl.constexpr = 32 * 16 // (COLS * x_ptr.dtype.element_ty.primitive_bitwidth // 8)  # by loads of 16 bytes
+        ROWS_OF_WARP: tl.constexpr = 32 * OF_LOAD // COLS
         sum_QC = tl.reshape(sum_QC, (QUADS // (SUMS * ROWS_OF_WARP), SUMS, ROWS_OF_WARP, COLS))
         strip = tile_R * SUMS + tl.arange(0, SUMS)
         place = sums_ptr + strip.to(tl.int64)[:, None] * cols + col[None, :]
@@ -187,7 +207,7 @@ def _cast_tile(
                 scaled_QC = scaled0 if j == 0 else scaled1 if j == 1 else scaled2 if j == 2 else scaled3
             else:
                 scaled_QC = _scaled(x_QC, scale_Q[:, None], PLAIN != "static" and not SEEN)
-            _store_plain(scaled_QC, row, col, plain_ptr, plain_rows, plain_cols)
+            store_plain(scaled_QC, row, col, plain_ptr, plain_rows, plain_cols)
 
 
 @triton.jit(do_not_specialize=["amaxes", "flags", "tiles", "tiles_across"])
@@ -264,7 +284,7 @@ def rowwise_kernel(
     else:
         scale_R = scale_of(amax_R, LARGEST_CODE)
         scaled_RC = _scaled(x_RC, scale_R[:, None], True)
-    _store_plain(scaled_RC, row, col, codes_ptr, padded_rows, padded_cols)
+    store_plain(scaled_RC, row, col, codes_ptr, padded_rows, padded_cols)
     tl.store(scale_ptr + row, scale_R, mask=row < padded_rows)
 
 
