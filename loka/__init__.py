@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the same names for type checkers, which do not run __getatt
     from loka.kernels.ops import load_ops
     from loka.measure.survey import measure
     from loka.mods.apply import apply_mods
+    from loka.nn.adamw import AdamW
     from loka.nn.block_norm import BlockNorm
     from loka.nn.fused_block import FusedBlock, FusedChain
     from loka.nn.linear import LokaLinear
@@ -33,6 +34,7 @@ _HOMES = {
     "Probe": "loka.probe.probe",
     "Record": "loka.core.record",
     "Workload": "loka.core.workload",
+    "AdamW": "loka.nn.adamw",
     "BlockNorm": "loka.nn.block_norm",
     "apply_mods": "loka.mods.apply",
     "FusedBlock": "loka.nn.fused_block",
@@ -54,6 +56,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdamW",
     "BlockNorm",
     "FusedBlock",
     "FusedChain",

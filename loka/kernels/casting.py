@@ -16,6 +16,7 @@ from loka.core.recipe import Format, Transform
 from loka.core.registry import Registry
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form, Operand
+from loka.kernels.stepping import AdamStep
 from loka.kernels.transforms import TransformVectors, apply_to
 from loka.numerics.formats import format_of, torch_dtype
 
@@ -53,8 +54,15 @@ class Rewriter(Protocol):
 
     def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor: ...
 
-    def rewriting(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> Callable[[], None]:
-        """What writes ``operands`` again from the values that ``tensor`` then has, each time it is called."""
+    def rewriting(
+        self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor, adam: AdamStep | None = None
+    ) -> Callable[[], None]:
+        """What writes ``operands`` again from the values that ``tensor`` then has, each time it is called; with ``adam`` from
+        those it has after that step, which is made in the same pass."""
+        ...
+
+    def can_step(self, tensor: Tensor, forms: Sequence[Form]) -> bool:
+        """Whether ``rewriting`` takes an ``adam``."""
         ...
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput, require_kind
+from loka.kernels.stepping import AdamStep
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
 from loka.nn.fused_function import BlockTensors, run_chain
 from loka.nn.fused_spec import BlockSpec, ChainSpec, block_spec, norm_spec, why_not_here
-from loka.nn.fused_steps import WeightCodes, cast_weight, recasting_weight
+from loka.nn.fused_steps import WeightCodes, cast_weight, recasting_weight, steps_too
 from loka.nn.linear import as_read, output_dtype, own_weight, require_input
 from loka.nn.stand_in import take_over
 from loka.nn.weight_casts import (
@@ -100,6 +101,13 @@ class FusedBlock(nn.Module):
             rewrite_casts(self, weight_NK, lambda: recasting_weight(weight_NK, self._held_codes()))
         else:
             self.refresh_weight_casts()
+
+    def can_step(self) -> bool:
+        return self.why_reference is None and steps_too(self.weight) and holds_casts_of(self, self.weight)
+
+    def step_and_recast(self, adam: AdamStep) -> None:
+        weight_NK = self.weight.detach()
+        rewrite_casts(self, weight_NK, lambda: recasting_weight(weight_NK, self._held_codes(), adam), adam)
 
     def tensors(self) -> BlockTensors | None:
         """What the fused kernels read; None where they cannot run on the weight that is there now."""

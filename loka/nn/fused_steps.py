@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from loka.kernels.stepping import AdamStep
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, norm_forward
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.gradient import GradientCodes, block_gradient, norm_gradient
-from loka.kernels.triton.share import cast_by_rows, rewriting_by_rows
+from loka.kernels.triton.share import cast_by_rows, has_powers, rewriting_by_rows
 from loka.kernels.triton.tiles import NormBlocks, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
 
@@ -82,9 +83,14 @@ def cast_weight(weight_NK: Tensor, *, transposed: bool = True) -> WeightCodes:
     return WeightCodes(*cast_by_rows(weight_NK, transposed=transposed))
 
 
-def recasting_weight(weight_NK: Tensor, held: WeightCodes) -> Callable[[], None]:
-    """What does ``cast_weight`` again each time it is called, into the codes that are there."""
-    return rewriting_by_rows(weight_NK, held)
+def recasting_weight(weight_NK: Tensor, held: WeightCodes, adam: AdamStep | None = None) -> Callable[[], None]:
+    """What does ``cast_weight`` again each time it is called, into the codes that are there; of a weight that ``steps_too``,
+    after that step of Adam, if one is given."""
+    return rewriting_by_rows(weight_NK, held, adam)
+
+
+def steps_too(weight_NK: Tensor) -> bool:
+    return has_powers(weight_NK.shape[1])
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:

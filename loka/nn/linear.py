@@ -1,5 +1,6 @@
 """LokaLinear: ``nn.Linear`` with a kernel for each of its three GEMMs."""
 
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -11,6 +12,7 @@ from loka.core.recipe import Transform
 from loka.kernels.casting import cast, rewriter_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand, operand_of
+from loka.kernels.stepping import AdamStep
 from loka.kernels.transforms import TransformVectors, center_shift, checked_vector
 from loka.nn.site import run_site
 from loka.nn.stand_in import note_own, take_over, why_not_stood_in_for
@@ -115,6 +117,19 @@ class LokaLinear(nn.Linear):
             self, weight_NK, lambda: rewriter.rewriting(weight_NK, self._weight_operands(), stored_cast(self, "memory"))
         )
         store_casts(self, self._shift())
+
+    def can_step(self) -> bool:
+        weight_NK, rewriter = self.weight.detach(), self._rewriter
+        if rewriter is None or self.transform is not Transform.NONE or not holds_casts_of(self, weight_NK):
+            return False
+        return rewriter.can_step(weight_NK, self._cached_forms)
+
+    @torch.no_grad()
+    def step_and_recast(self, adam: AdamStep) -> None:
+        weight_NK, rewriter = self.weight.detach(), self._rewriter
+        assert rewriter is not None, "of what can_step"
+        prepare = partial(rewriter.rewriting, weight_NK, self._weight_operands(), stored_cast(self, "memory"), adam)
+        rewrite_casts(self, weight_NK, prepare, adam)
 
     @property
     def transform_vector(self) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from loka.core.errors import InvalidInput
+from loka.kernels.stepping import AdamStep
 
 
 class HoldsWeightCasts(Protocol):
@@ -25,6 +26,12 @@ class HoldsWeightCasts(Protocol):
     def refresh_weight_casts(self) -> None: ...
 
     def recast_after_step(self) -> None: ...
+
+    def can_step(self) -> bool:
+        """Whether a step of Adam can be made in the pass that casts the weight."""
+        ...
+
+    def step_and_recast(self, adam: AdamStep) -> None: ...
 
 
 HELD = "_held"  # where a stand-in keeps what it holds beside its parameters
@@ -37,10 +44,11 @@ _hook_installed = False
 class _CastOf(NamedTuple):
     weight: Tensor  # itself, for its address may be another's later; not by weakref, with which it could not be swapped
     mark: tuple[int, int]
+    in_step: bool = False  # by the optimizer itself, whose step is not over
 
 
 class _Rewrite(NamedTuple):
-    place: tuple[object, ...]  # the weight's shape and strides, addresses of it and its casts
+    place: tuple[object, ...]  # the weight's shape and strides, addresses of it, its casts and what it is stepped by
     run: Callable[[], None]
 
 
@@ -106,10 +114,18 @@ def _mark_of(weight: Tensor) -> tuple[int, int]:
     return place, 0 if weight.is_inference() else weight._version
 
 
-def _note_cast_of(module: nn.Module) -> None:
+def _note_cast_of(module: nn.Module, *, in_step: bool = False) -> None:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    module.__dict__[CAST_OF] = _CastOf(weight, _mark_of(weight))
+    module.__dict__[CAST_OF] = _CastOf(weight, _mark_of(weight), in_step)
+
+
+def only_holders() -> dict[int, HoldsWeightCasts]:
+    """Who holds the casts of a weight, by the weight's id, where it is one module alone."""
+    holders: dict[int, list[HoldsWeightCasts]] = {}
+    for holder in list(_holders):
+        holders.setdefault(id(holder._parameters.get("weight")), []).append(holder)  # not .weight, as in _after_step
+    return {weight: found[0] for weight, found in holders.items() if len(found) == 1}
 
 
 def _holders_in(model: nn.Module) -> list[HoldsWeightCasts]:
@@ -173,14 +189,18 @@ def _held_casts(module: nn.Module) -> list[Tensor]:
     return [tensor for name, tensor in held(module).items() if name.startswith(_CASTS)]
 
 
-def rewrite_casts(module: nn.Module, weight: Tensor, prepare: Callable[[], Callable[[], None]]) -> None:
-    """Write the casts of ``weight`` again where they lie, by what ``prepare`` made when all of it lay where it lies now."""
+def rewrite_casts(
+    module: nn.Module, weight: Tensor, prepare: Callable[[], Callable[[], None]], adam: AdamStep | None = None
+) -> None:
+    """Write the casts of ``weight`` again where they lie, by what ``prepare`` made when all of it lay where it lies now; and
+    the weight itself, where that makes the step of ``adam``."""
     place = (weight.shape, weight.stride(), *(tensor.data_ptr() for tensor in (weight, *_held_casts(module))))
+    place += () if adam is None else adam.places()
     known = _rewrites.get(module)
     if known is None or known.place != place:
         known = _rewrites[module] = _Rewrite(place, prepare())
     known.run()
-    _note_cast_of(module)
+    _note_cast_of(module, in_step=adam is not None)
 
 
 def stored_cast(module: nn.Module, name: str) -> Tensor:
@@ -214,6 +234,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     moved = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for holder in list(_holders):
         if id(holder._parameters.get("weight")) in moved:  # not .weight: parametrized since, it would be made, and may draw
+            known: _CastOf | None = vars(holder).get(CAST_OF)
+            if known is not None and known.in_step and known.mark == _mark_of(holder.weight):
+                vars(holder)[CAST_OF] = known._replace(in_step=False)
+                continue
             with _versions_kept_if_unmoved(holder):
                 holder.recast_after_step()
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from loka.nn.adamw import AdamW
+
 
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one accumulator a row: the running sum of the row's mean squared gradient.
@@ -95,17 +97,17 @@ def _add_to_rows(target: Tensor, rows_K: Tensor, values: Tensor) -> None:
         target.index_add_(0, rows_K, values)  # and index_put_ sorts there
 
 
-def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) -> AdamW:
     """Adam with decoupled weight decay on the matrices; biases and norms (one axis) are never decayed.
 
-    Fused on every device: one kernel instead of one a parameter, and the only form that reads ``found_inf``.
+    Fused on every device: few kernels instead of some for each parameter, and the only form that reads ``found_inf``.
     """
     parameters = list(dense_part.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, fused=True)
+    return AdamW([group for group in groups if group["params"]], lr=lr)
 
 
 def learning_rate(lr: float, step: int, *, warmup_steps: int = 0, decay_steps: int = 0, steps: int | None = None) -> float:

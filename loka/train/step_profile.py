@@ -57,6 +57,8 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "remember_kernel": Kind.CAST,
     "rowwise_kernel": Kind.CAST,
     "share_scales_kernel": Kind.CAST,
+    "adam_cast_kernel": Kind.OPTIMIZER,  # and the casts of what it steps
+    "adam_rowwise_kernel": Kind.OPTIMIZER,
     "add_splits_kernel": Kind.GEMM,
     "block_forward_kernel": Kind.GEMM,  # norm, activation and cast are its epilogue
     "gemm_kernel": Kind.GEMM,

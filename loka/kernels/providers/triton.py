@@ -25,6 +25,7 @@ from loka.kernels.operand import (
     recipe_of,
 )
 from loka.kernels.providers.torch_fp8 import missing_fp8
+from loka.kernels.stepping import AdamStep
 from loka.kernels.triton.casts import (
     SCALINGS,
     WIDEST_ROW,
@@ -35,7 +36,7 @@ from loka.kernels.triton.casts import (
     cast_matrix,
 )
 from loka.kernels.triton.gemm import gemm
-from loka.kernels.triton.recasts import remember_amax, remembered, rewriting
+from loka.kernels.triton.recasts import can_step, remember_amax, remembered, rewriting
 
 READS = (Format.BF16, Format.FP16, Format.FP32)
 
@@ -153,14 +154,20 @@ class TritonCaster:
     def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor:
         return torch.cat([remember_amax(tensor, *_targets(tensor, pair)) for pair in _pairs(forms)], dim=1)
 
-    def rewriting(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> Callable[[], None]:
+    def can_step(self, tensor: Tensor, forms: Sequence[Form]) -> bool:
+        pairs = _pairs(forms)
+        return len(pairs) == 1 and can_step(tensor, *_targets(tensor, pairs[0]))
+
+    def rewriting(
+        self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor, adam: AdamStep | None = None
+    ) -> Callable[[], None]:
         pairs = _pairs(tuple(operands))
         targets = [_targets(tensor, pair) for pair in pairs]
         shares = memory.split([remembered(tensor, *both) for both in targets], dim=1)
         rewrites = []
         for pair, both, share in zip(pairs, targets, shares, strict=True):
             plain, trans = (_held(tensor, None if form is None else operands[form]) for form in pair)
-            rewrites.append(rewriting(tensor, *both, (*plain, *trans), share))
+            rewrites.append(rewriting(tensor, *both, (*plain, *trans), share, adam))
 
         def run() -> None:
             for rewrite in rewrites:

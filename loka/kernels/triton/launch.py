@@ -7,7 +7,7 @@ Triton would specialize on, and launched by its own handle: 4 to 13 % less of an
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ Again = Callable[[], object]
 MOST_KNOWN = 20_000  # compiled kernels by arguments; a size that is new in every call shall not fill the memory
 
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+
+
+class Borrowed(NamedTuple):
+    """An argument that a launch made again knows by its address alone: it is not kept for its sake, and whoever makes it again
+    sees to it that it lies there."""
+
+    tensor: Tensor
 
 
 class _Recording(threading.local):
@@ -51,7 +58,7 @@ def launch(
     if isinstance(kernel, triton.JITFunction):
         again = _compiled_launch(kernel, grid, args, num_warps, num_stages, constants)
     else:  # interpreted
-        again = functools.partial(kernel[grid], *args, **constants)
+        again = functools.partial(kernel[grid], *_there(args), **constants)
         again()
     if _recording.launches is not None:
         _recording.launches.append(again)
@@ -70,24 +77,30 @@ def recorded(work: Again) -> tuple[Again, ...]:
 def _compiled_launch(
     kernel: Any, grid: tuple[int, int, int], args: tuple[object, ...], warps: int, stages: int, constants: dict[str, object]
 ) -> Again:
+    there = _there(args)
     key = (
-        id(kernel), torch.cuda.current_device(), warps, stages, *map(_specialized_on, args), *constants.values(),
+        id(kernel), torch.cuda.current_device(), warps, stages, *map(_specialized_on, there), *constants.values(),
     )  # fmt: skip
     known = _compiled.get(key)
     if known is None:
         name_kernels()
         # Launched while the kernel before it still runs: each of our kernels waits for that one's results by itself.
-        compiled = kernel[grid](*args, **constants, num_warps=warps, num_stages=stages, launch_pdl=True)
+        compiled = kernel[grid](*there, **constants, num_warps=warps, num_stages=stages, launch_pdl=True)
         last = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         if len(_compiled) >= MOST_KNOWN:
             _compiled.clear()
         _compiled[key] = compiled, last
     else:
         compiled, last = known
-    again = functools.partial(compiled[grid], *args, *last)
+    held = (arg.tensor.data_ptr() if isinstance(arg, Borrowed) else arg for arg in args)
+    again = functools.partial(compiled[grid], *held, *last)
     if known is not None:  # compiling has launched it
         again()
     return again
+
+
+def _there(args: tuple[object, ...]) -> tuple[object, ...]:
+    return tuple(arg.tensor if isinstance(arg, Borrowed) else arg for arg in args)
 
 
 @functools.cache
@@ -100,9 +113,17 @@ def name_kernels() -> None:
     """
     import triton
 
-    from loka.kernels.triton import block_kernels, cast_kernels, codes, gemm_kernels, gradient_kernels, share_kernels
+    from loka.kernels.triton import (
+        adam_kernels,
+        block_kernels,
+        cast_kernels,
+        codes,
+        gemm_kernels,
+        gradient_kernels,
+        share_kernels,
+    )
 
-    for module in (codes, cast_kernels, gemm_kernels, block_kernels, share_kernels, gradient_kernels):
+    for module in (codes, cast_kernels, gemm_kernels, block_kernels, share_kernels, gradient_kernels, adam_kernels):
         for function in vars(module).values():
             if isinstance(function, triton.JITFunction):
                 _ = function.cache_key

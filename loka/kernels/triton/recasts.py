@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from loka.core.recipe import Scaling
+from loka.kernels.stepping import AdamStep
+from loka.kernels.triton.adam import launch_adam_cast
 from loka.kernels.triton.casts import (
     FEW_AMAXES,
+    NOT_WRITTEN,
     Amaxes,
     Codes,
     Target,
@@ -45,44 +48,62 @@ def remembered(x: Tensor, plain: Target, trans: Target) -> int:
     return x.shape[1] if trans.scaling == Scaling.ROWWISE else 0
 
 
-def rewriting(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> Callable[[], None]:
+def can_step(x: Tensor, plain: Target, trans: Target) -> bool:
+    """Whether ``rewriting`` can make a step of Adam on the way: if all scales there are are one for all."""
+    return remembered(x, plain, trans) > 0 and {plain.scaling, trans.scaling} <= {Scaling.TENSORWISE, NOT_WRITTEN}
+
+
+def rewriting(
+    x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None, adam: AdamStep | None = None
+) -> Callable[[], None]:
     """``rewrite_codes`` of the same tensors as often as it is called."""
-    return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory), x, codes)
+    return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory, adam), x, written(x, codes, adam))
 
 
-def repeating(write: Callable[[], None], x: Tensor, codes: Codes) -> Callable[[], None]:
-    """``write`` of the codes of ``x`` as often as it is called: after the first time by its launches alone, without the Python
-    that led to them, if it need not copy x."""
+def written(x: Tensor, codes: Codes, adam: AdamStep | None) -> tuple[Tensor, ...]:
+    return codes if adam is None else (*codes, x)
+
+
+def repeating(write: Callable[[], None], x: Tensor, written: tuple[Tensor, ...]) -> Callable[[], None]:
+    """``write`` of what is ``written`` from ``x`` as often as it is called: after the first time by its launches alone,
+    without the Python that led to them and what that holds, if it need not copy x."""
     launches: tuple[Again, ...] = ()
+    first: Callable[[], None] | None = write
 
     @on_its_gpu
     def run(x: Tensor) -> None:
-        nonlocal launches
+        nonlocal launches, first
         if launches:
             for again in launches:
                 again()
-            tell_autograd(codes)
-        elif x.stride(1) == 1:
-            launches = recorded(write)
+            tell_autograd(written)
+            return
+        assert first is not None
+        if x.stride(1) == 1:
+            launches = recorded(first)
+            first = None if launches else first
         else:
-            write()
+            first()
 
     return partial(run, x)
 
 
 @on_its_gpu
-def rewrite_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None) -> None:
+def rewrite_codes(
+    x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None, adam: AdamStep | None = None
+) -> None:
     """``write_codes`` for a matrix that changes little from one call to the next, as a weight in training.
 
     Where scales need amaxes that no program sees, it saves the pass for them: they are from amaxes twice as large as they were
     at the call before. Codes of a floating format lose nothing by it but the last binade below. Where an amax has more than
     doubled, or is a small part of what it was, all is written once more by its own. Row scales of both layouts are written
-    apart, which is faster still. Without ``memory``, which ``remember_amax`` makes, this is ``write_codes``.
+    apart, which is faster still. Without ``memory``, which ``remember_amax`` makes, this is ``write_codes``. With ``adam``,
+    where ``can_step``, x makes that step first.
     """
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
-    tell_autograd(codes)
+    tell_autograd(written(x, codes, adam))
     if memory is None or memory.numel() == 0:
         write_codes(x, plain, trans, codes)
         return
@@ -92,7 +113,10 @@ def rewrite_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, memory:
         codes = *plain.empty(x), *codes[2:]
     last, seen, outgrown = memory
     amaxes = _split_amaxes(last, x, plain, trans)
-    launch_cast(x, plain, trans, codes, amaxes, seen=_split_amaxes(seen, x, plain, trans))
+    if adam is None:
+        launch_cast(x, plain, trans, codes, amaxes, seen=_split_amaxes(seen, x, plain, trans))
+    else:
+        launch_adam_cast(x, plain, trans, codes, last, seen, adam)
     programs, (of_lines, of_all) = 0, (sum(amax.numel() for amax in amaxes[:2]), amaxes[2].numel())
     for first, count, length, one in ((0, of_lines, REMEMBERED_AT_ONCE, False), (of_lines, of_all, SEEN_PLACES, True)):
         if count:
@@ -104,9 +128,9 @@ def rewrite_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, memory:
     launch_cast(x, plain, trans, codes, amaxes, outgrown=outgrown[:programs])
 
 
-def tell_autograd(codes: tuple[Tensor, ...]) -> None:
+def tell_autograd(written: tuple[Tensor, ...]) -> None:
     """A kernel that writes into a tensor leaves no trace: a graph that saved it before would go on with what is there now."""
-    for tensor in codes:
+    for tensor in written:
         torch.autograd.graph.increment_version(tensor)
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from loka.core.recipe import Scaling
 from loka.kernels.operand import padded_size
 from loka.kernels.ops import fake_of, op
+from loka.kernels.stepping import AdamStep
+from loka.kernels.triton.adam import launch_adam_rowwise
 from loka.kernels.triton.casts import (
     AMAXES_AT_ONCE,
     WIDEST_ROW,
@@ -22,7 +24,7 @@ from loka.kernels.triton.casts import (
     write_codes,
 )
 from loka.kernels.triton.launch import launch, on_its_gpu
-from loka.kernels.triton.recasts import repeating, rewriting, tell_autograd
+from loka.kernels.triton.recasts import repeating, rewriting, tell_autograd, written
 from loka.kernels.triton.tiles import SHARED_TILE, Columns, ceil_div, power_of_two
 
 # Values of a row from which its scale is a power of two. The scale of an amax makes that one value exact, which is a good part
@@ -89,20 +91,23 @@ def _empty_by_rows(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor, Tensor,
     return *plain.empty(x), *trans.empty(x)
 
 
-def rewriting_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
-    """What does ``cast_by_rows`` again each time it is called, into the codes that are there."""
+def rewriting_by_rows(
+    x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], adam: AdamStep | None = None
+) -> Callable[[], None]:
+    """What does ``cast_by_rows`` again each time it is called, into the codes that are there. With ``adam``, where rows have
+    powers, x makes that step first."""
     if not has_powers(x.shape[1]):
         return rewriting(x, *_targets(x, transposed=True), codes)
 
     def write() -> None:
-        _write_by_rows(x, codes)
-        tell_autograd(codes)
+        _write_by_rows(x, codes, adam)
+        tell_autograd(written(x, codes, adam))
 
-    return repeating(write, x, codes)
+    return repeating(write, x, written(x, codes, adam))
 
 
 @on_its_gpu
-def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], adam: AdamStep | None = None) -> None:
     codes_RC, scale_R, codes_CR, scale = codes
     plain, trans = _targets(x, transposed=codes_CR.numel() > 0)
     if not has_powers(x.shape[1]):
@@ -110,7 +115,10 @@ def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> N
         return
     x = x if x.stride(1) == 1 else x.contiguous()
     scale_bits = scale_R.view(torch.int32).reshape(1, -1)
-    launch_rowwise(x, plain, codes_RC, scale_R, scale_bits[:, :0], power=True)
+    if adam is None:
+        launch_rowwise(x, plain, codes_RC, scale_R, scale_bits[:, :0], power=True)
+    else:
+        launch_adam_rowwise(x, plain, codes_RC, scale_R, adam)
     if codes_CR.numel() > 0:
         made = ScaledCodes(codes_RC, scale_bits, scale_bits[0])
         columns, nothing = Columns.of(x.shape[1], None, SHARED_TILE[1]), scale_R[:0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
+from loka.kernels.triton.adam import ADAM_TILE, adam_row_tile
 from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, amax_tile, cast_tile
 from loka.kernels.triton.recasts import SEEN_PLACES
 from loka.kernels.triton.tiles import (
@@ -86,6 +87,30 @@ def rowwise_case(rows: int, cols: int, codes: str = FP8, *, power: bool = False,
     return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
             "arguments": {"x_ptr": x, "codes_ptr": codes, "scale_ptr": FP32, "amax_ptr": INT32, **sizes},
             "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power}}  # fmt: skip
+
+
+def adam_case(kernel: str, rows: int, cols: int, warps: int, *, found_inf: bool = True, **constants: Any) -> dict[str, Any]:
+    adam = ("weight_ptr", "gradient_ptr", "average_ptr", "square_ptr", "step_ptr", "settings_ptr", "found_inf_ptr")
+    return {"module": "adam_kernels", "kernel": kernel, "stages": 3, "warps": warps,
+            "arguments": {**dict.fromkeys(adam, FP32), **constants.pop("arguments")},
+            "constants": {"ROWS": rows, "COLS": cols, "FOUND_INF": found_inf, **constants}}  # fmt: skip
+
+
+def adam_cast_case(*, found_inf: bool = True) -> dict[str, Any]:
+    arguments = {
+        "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32, "all_amax_ptr": INT32,
+        "seen_all_ptr": INT32, **integers("amaxes", "tiles_across"),
+        **integers("rows", "cols", "plain_rows", "plain_cols", "trans_rows", "trans_cols"),
+    }  # fmt: skip
+    constants = {"PLAIN": "tensorwise", "TRANS": "tensorwise", "SAME": True, "ALL_AT_ONCE": SEEN_PLACES, "ALIGNED": True,
+                 "SEEN": SEEN_PLACES}  # fmt: skip
+    return adam_case("adam_cast_kernel", *ADAM_TILE, found_inf=found_inf, arguments=arguments, **constants)
+
+
+def adam_rowwise_case(cols: int) -> dict[str, Any]:
+    sizes = integers("rows", "cols", "padded_rows", "padded_cols")
+    arguments = {"codes_ptr": FP8, "scale_ptr": FP32, **sizes}
+    return adam_case("adam_rowwise_kernel", *adam_row_tile(cols), 8, arguments=arguments)
 
 
 def amax_case(cols: int, *, one_tile: bool, x: str = BF16, of_cols: bool = True) -> dict[str, Any]:
@@ -231,6 +256,10 @@ CASES = {
     "cast narrow rows": rowwise_case(16, 256),
     "cast wide rows by powers of two": rowwise_case(1, 16384, power=True, x=FP32),
     "cast narrow rows by powers of two": rowwise_case(16, 256, power=True),
+    "step of Adam, cast tensorwise both": adam_cast_case(),
+    "step of Adam, cast tensorwise both, no infinity looked for": adam_cast_case(found_inf=False),
+    "step of Adam, cast wide rows": adam_rowwise_case(16384),
+    "step of Adam, cast narrow rows": adam_rowwise_case(512),
     "cast wide rows to int8": rowwise_case(1, 16384, INT8),
     "cast narrow rows to int8": rowwise_case(16, 256, INT8),
     **{f"int8 gemm {name_of(t)}": gemm_case(t, promoted=False, codes=INT8) for t in GEMM_TILES},
@@ -300,6 +329,15 @@ def compiled() -> dict[str, Any]:
 @pytest.mark.parametrize("name", [name for name in CASES if name != "promoted 128x256"])
 def test_nothing_spills(name: str) -> None:
     assert compiled()[name]["spilled_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("step of Adam")])
+def test_steps_of_adam_read_and_write_by_fours(name: str) -> None:
+    """Weight and averages, by every thread; and looking for infinities does not make single numbers of them."""
+    instructions, case = compiled()[name]["instructions"], CASES[name]
+    fours = case["constants"]["ROWS"] * case["constants"]["COLS"] // (4 * 32 * case["warps"])
+    assert instructions["load 16 bytes"] >= 4 * fours
+    assert instructions["store 16 bytes"] >= 3 * fours
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("amaxes of one tile")])

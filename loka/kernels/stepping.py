@@ -1,0 +1,26 @@
+"""A step of Adam on one weight, for casters that make it and write the weight's codes in one pass."""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class AdamStep(NamedTuple):
+    """All tensors lie on the weight's device; ``gradient`` and both averages have its shape, and are FP32 as it is."""
+
+    gradient: Tensor
+    average: Tensor
+    square: Tensor  # the average of squares
+    step: Tensor  # how many there were, with this one
+    settings: Tensor  # what ``settings_of`` returns
+    found_inf: Tensor | None  # where it is 1, nothing is changed
+
+    def places(self) -> tuple[int, ...]:
+        return tuple(-1 if tensor is None else tensor.data_ptr() for tensor in self)
+
+
+def settings_of(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[float, ...]:
+    """What kernels read, in its order. Of each β also what it lacks to 1, and its logarithm: FP32 would have lost both."""
+    of_betas = ((beta, 1 - beta, math.log(beta) if beta else -math.inf) for beta in betas)
+    return lr, weight_decay, eps, *(value for three in of_betas for value in three)
