@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from loka.kernels.device import device_of
+from loka.kernels.providers.triton import missing_triton
+from loka.kernels.triton.launch import launch, on_its_gpu
+from loka.kernels.triton.tiles import power_of_two
 from loka.nn.adamw import AdamW
+
+IDS_OF_PART = 32
+PARTS_AT_ONCE = 16
+WIDEST_ROW = 512
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -46,7 +54,11 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             sum_R.add_(gradient_RE.square().mean(1))
             table_RE.sub_(lr * gradient_RE / (sum_R.sqrt() + eps)[:, None])
             return
-        ids_K, gradient_KE = gradient._indices()[0], self._without_bad(gradient._values())
+        ids_K, gradient_KE = gradient._indices()[0], gradient._values()
+        if _can_step_rows(table_RE, ids_K):
+            step_rows(table_RE, sum_R, ids_K, gradient_KE, lr, eps, self.found_inf)
+            return
+        gradient_KE = self._without_bad(gradient_KE)
         if table_RE.device.type == "cpu":
             rows_K, gradient_KE = sum_unique_rows(ids_K, gradient_KE)
         else:
@@ -59,6 +71,43 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _without_bad(self, gradient: Tensor) -> Tensor:
         """A zero gradient adds nothing to the sums and moves nothing."""
         return gradient if self.found_inf is None else gradient.masked_fill(self.found_inf.bool(), 0.0)
+
+
+def _can_step_rows(table_RE: Tensor, ids_K: Tensor) -> bool:
+    """Whether our kernels take them: rows without gaps, of which IDS_OF_PART fit a program's registers."""
+    if not ids_K.numel() or not table_RE.is_contiguous() or table_RE.shape[1] > WIDEST_ROW:
+        return False
+    return missing_triton(device_of(table_RE.device)) is None
+
+
+@on_its_gpu
+def step_rows(
+    table_RE: Tensor,
+    sum_R: Tensor,
+    ids_K: Tensor,
+    gradient_KE: Tensor,
+    lr: float,
+    eps: float,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Row-wise Adagrad of the rows ``ids_K``, by kernels that add up the gradients of equal ones in a fixed order."""
+    from loka.train import row_kernels as kernels
+
+    sorted_K, order_K = ids_K.sort(stable=True)
+    gradient_KE = gradient_KE.contiguous()
+    (count, width), parts_KE = gradient_KE.shape, torch.empty_like(gradient_KE, dtype=torch.float32)
+    room = max(16, power_of_two(width))
+    warps = 4 if room <= 128 else 8
+    launch(
+        kernels.sum_parts_kernel, (count, 1, 1), sorted_K, order_K, gradient_KE, parts_KE, count, width,
+        S=IDS_OF_PART, E=room, num_warps=warps,
+    )  # fmt: skip
+    launch(
+        kernels.step_rows_kernel, (count, 1, 1), sorted_K, parts_KE, table_RE, sum_R,
+        sum_R if found_inf is None else found_inf, float(lr), float(eps), count, width,
+        S=IDS_OF_PART, E=room, AT_ONCE=PARTS_AT_ONCE, FOUND_INF=found_inf is not None, num_warps=warps,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version((table_RE, sum_R))
 
 
 def sum_by_row(rows_K: Tensor, gradient_KE: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:

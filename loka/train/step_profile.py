@@ -59,6 +59,8 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "share_scales_kernel": Kind.CAST,
     "adam_cast_kernel": Kind.OPTIMIZER,  # and the casts of what it steps
     "adam_rowwise_kernel": Kind.OPTIMIZER,
+    "sum_parts_kernel": Kind.EMBEDDING,
+    "step_rows_kernel": Kind.EMBEDDING,
     "add_splits_kernel": Kind.GEMM,
     "block_forward_kernel": Kind.GEMM,  # norm, activation and cast are its epilogue
     "gemm_kernel": Kind.GEMM,

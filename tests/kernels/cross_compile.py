@@ -34,7 +34,8 @@ def compile_for_hopper(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = getattr(importlib.import_module(f"loka.kernels.triton.{module}"), kernel)
+    home = f"loka.{module}" if "." in module else f"loka.kernels.triton.{module}"
+    function = getattr(importlib.import_module(home), kernel)
     names = function.arg_names
     assert set(arguments) | set(constants) == set(names), f"{kernel}: {set(names) ^ (set(arguments) | set(constants))}"
     signature = {name: arguments.get(name, "constexpr") for name in names}

@@ -130,9 +130,11 @@ def name_kernels() -> None:
 
 
 def _specialized_on(arg: object) -> object:
-    """What Triton specializes a kernel on, of one argument. For a number that is less than its value, which is taken here: one
-    compiled kernel may be known under several keys."""
+    """What Triton specializes a kernel on, of one argument. For a whole number that is less than its value, which is taken
+    here: one compiled kernel may be known under several keys."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16
+    if isinstance(arg, float):  # as a learning rate, which may be another in every call
+        return float
     base = getattr(arg, "base", None)  # of a descriptor, whose tile is among the constants
     return arg if base is None else base.dtype

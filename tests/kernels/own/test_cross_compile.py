@@ -31,6 +31,7 @@ from loka.kernels.triton.tiles import (
     is_promoted,
     power_of_two,
 )
+from loka.train.optim import IDS_OF_PART, PARTS_AT_ONCE, WIDEST_ROW
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs the package triton", allow_module_level=True)
@@ -105,6 +106,25 @@ def adam_cast_case(*, found_inf: bool = True) -> dict[str, Any]:
     constants = {"PLAIN": "tensorwise", "TRANS": "tensorwise", "SAME": True, "ALL_AT_ONCE": SEEN_PLACES, "ALIGNED": True,
                  "SEEN": SEEN_PLACES}  # fmt: skip
     return adam_case("adam_cast_kernel", *ADAM_TILE, found_inf=found_inf, arguments=arguments, **constants)
+
+
+def row_case(kernel: str, width: int, *pointers: str, **constants: Any) -> dict[str, Any]:
+    """Of row-wise Adagrad, whose ids are 64 bits wide."""
+    room = power_of_two(width)
+    return {"module": "train.row_kernels", "kernel": kernel, "stages": 3, "warps": 4 if room <= 128 else 8,
+            "arguments": {"rows_ptr": "*i64", **dict.fromkeys(pointers, FP32), **integers("count", "width"),
+                          **constants.pop("others")},
+            "constants": {"S": IDS_OF_PART, "E": room, **constants}}  # fmt: skip
+
+
+def sum_parts_case(width: int) -> dict[str, Any]:
+    return row_case("sum_parts_kernel", width, "gradient_ptr", "part_ptr", others={"order_ptr": "*i64"})
+
+
+def step_rows_case(width: int) -> dict[str, Any]:
+    pointers = ("part_ptr", "table_ptr", "sum_ptr", "found_inf_ptr")
+    others = {"lr": "fp32", "eps": "fp32"}
+    return row_case("step_rows_kernel", width, *pointers, others=others, AT_ONCE=PARTS_AT_ONCE, FOUND_INF=True)
 
 
 def adam_rowwise_case(cols: int) -> dict[str, Any]:
@@ -260,6 +280,10 @@ CASES = {
     "step of Adam, cast tensorwise both, no infinity looked for": adam_cast_case(found_inf=False),
     "step of Adam, cast wide rows": adam_rowwise_case(16384),
     "step of Adam, cast narrow rows": adam_rowwise_case(512),
+    "embedding gradients summed": sum_parts_case(128),
+    "embedding gradients summed, wide": sum_parts_case(WIDEST_ROW),
+    "embedding rows stepped": step_rows_case(128),
+    "embedding rows stepped, wide": step_rows_case(WIDEST_ROW),
     "cast wide rows to int8": rowwise_case(1, 16384, INT8),
     "cast narrow rows to int8": rowwise_case(16, 256, INT8),
     **{f"int8 gemm {name_of(t)}": gemm_case(t, promoted=False, codes=INT8) for t in GEMM_TILES},
