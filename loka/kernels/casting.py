@@ -54,15 +54,23 @@ class Rewriter(Protocol):
 
     def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor: ...
 
+    def rewriting(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> Callable[[], None]:
+        """What writes ``operands`` again from the values that ``tensor`` then has, each time it is called."""
+        ...
+
+
+@runtime_checkable
+class Stepper(Rewriter, Protocol):
+    """A rewriter that can make a step of Adam in the same pass."""
+
     def rewriting(
         self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor, adam: AdamStep | None = None
     ) -> Callable[[], None]:
-        """What writes ``operands`` again from the values that ``tensor`` then has, each time it is called; with ``adam`` from
-        those it has after that step, which is made in the same pass."""
+        """With ``adam``, from the values that ``tensor`` has after that step, which is made on the way."""
         ...
 
     def can_step(self, tensor: Tensor, forms: Sequence[Form]) -> bool:
-        """Whether ``rewriting`` takes an ``adam``."""
+        """Whether ``rewriting`` takes an ``adam`` here."""
         ...
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from loka.core.errors import InvalidInput, require_kind
 from loka.core.gemm import TensorName
 from loka.core.recipe import Transform
-from loka.kernels.casting import cast, rewriter_of
+from loka.kernels.casting import Stepper, cast, rewriter_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand, operand_of
 from loka.kernels.stepping import AdamStep
@@ -120,14 +120,14 @@ class LokaLinear(nn.Linear):
 
     def can_step(self) -> bool:
         weight_NK, rewriter = self.weight.detach(), self._rewriter
-        if rewriter is None or self.transform is not Transform.NONE or not holds_casts_of(self, weight_NK):
+        if not isinstance(rewriter, Stepper) or self.transform is not Transform.NONE or not holds_casts_of(self, weight_NK):
             return False
         return rewriter.can_step(weight_NK, self._cached_forms)
 
     @torch.no_grad()
     def step_and_recast(self, adam: AdamStep) -> None:
         weight_NK, rewriter = self.weight.detach(), self._rewriter
-        assert rewriter is not None, "of what can_step"
+        assert isinstance(rewriter, Stepper), "of what can_step"
         prepare = partial(rewriter.rewriting, weight_NK, self._weight_operands(), stored_cast(self, "memory"), adam)
         rewrite_casts(self, weight_NK, prepare, adam)
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import padded_size
+from loka.kernels.stepping import AdamStep
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted
 from loka.kernels.triton.gradient import GradientCodes
 from loka.kernels.triton.share import POWERS_FROM
@@ -119,7 +120,11 @@ def _padded_with_zeros(codes: Tensor) -> Tensor:
     return F.pad(codes.contiguous().view(torch.uint8), (0, missing)).view(codes.dtype)
 
 
-def rewriting_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> Callable[[], None]:
+def rewriting_by_rows(
+    x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], adam: AdamStep | None = None
+) -> Callable[[], None]:
+    assert adam is None, "weights here are too small to be stepped as they are cast"
+
     def run() -> None:
         for held, made in zip(codes, cast_by_rows(x), strict=True):
             held.copy_(made)
