@@ -81,7 +81,7 @@ class AdamW(torch.optim.AdamW):
         all_settings = self.__dict__.setdefault("_settings_of_groups", {})  # not made with the optimizer: copies come without
         known = all_settings.get((id(group), device))
         if known is None:
-            known = _Settings((), torch.zeros(len(values), device=device))
+            known = _Settings((), torch.zeros(len(values), dtype=torch.float32, device=device))
         for index, value in enumerate(values):
             if known.values[index : index + 1] != (value,):
                 known.tensor[index].fill_(value)  # a launch, which a captured graph may hold, and no wait

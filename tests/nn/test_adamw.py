@@ -144,6 +144,27 @@ def test_a_learning_rate_on_the_device(device: torch.device, make: Callable[[tor
     assert_current(planned)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_settings_are_fp32_whatever_the_default_is(device: torch.device, default: torch.dtype) -> None:
+    """In bf16 a β of 0.999 is 1."""
+    planned, plain = twins(layer, device)
+    ours, theirs = (
+        loka.AdamW(planned.parameters(), lr=0.01),
+        torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True),
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        for module, optimizer in ((planned, ours), (plain, theirs)):
+            learn(module, 0)
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    assert {known.tensor.dtype for known in ours._settings_of_groups.values()} == {torch.float32}  # type: ignore[attr-defined]
+    torch.testing.assert_close(planned.weight, plain.weight, rtol=1e-6, atol=5e-7)
+    assert_current(planned)
+
+
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.usefixtures("never_cast_apart")
 def test_an_infinity_found_holds_everything(device: torch.device, make: Callable[[torch.device], nn.Module]) -> None:
