@@ -1,5 +1,6 @@
 """``torch.optim.AdamW`` that writes the 8-bit copies of planned weights in the pass in which it writes the weights."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -77,16 +78,18 @@ class AdamW(torch.optim.AdamW):
 
     def _settings(self, group: dict[str, Any], device: torch.device) -> Tensor:
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        values = settings_of(0.0 if torch.is_tensor(lr) else lr, (beta1, beta2), group["eps"], group["weight_decay"])
+        is_tensor = torch.is_tensor(lr)
+        values = settings_of(0.0 if is_tensor else lr, (beta1, beta2), group["eps"], group["weight_decay"])
         all_settings = self.__dict__.setdefault("_settings_of_groups", {})  # not made with the optimizer: copies come without
         known = all_settings.get((id(group), device))
         if known is None:
             known = _Settings((), torch.zeros(len(values), dtype=torch.float32, device=device))
         for index, value in enumerate(values):
-            if known.values[index : index + 1] != (value,):
+            if not (is_tensor and index == 0) and known.values[index : index + 1] != (value,):
                 known.tensor[index].fill_(value)  # a launch, which a captured graph may hold, and no wait
-        if torch.is_tensor(lr):
-            known.tensor[0].copy_(lr, non_blocking=True)
+        if is_tensor:
+            known.tensor[0].copy_(lr.reshape(()), non_blocking=True)
+            values = (math.nan, *values[1:])  # like no number that may follow it
         all_settings[id(group), device] = _Settings(values, known.tensor)
         return known.tensor
 

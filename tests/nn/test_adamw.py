@@ -144,6 +144,20 @@ def test_a_learning_rate_on_the_device(device: torch.device, make: Callable[[tor
     assert_current(planned)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_number_behind_a_learning_rate_of_any_shape(device: torch.device, shape: tuple[int, ...]) -> None:
+    planned, plain = twins(layer, device)
+    lr = torch.full(shape, 0.01, device=device)
+    ours, theirs = loka.AdamW(planned.parameters(), lr=lr), torch.optim.AdamW(plain.parameters(), lr=lr, fused=True)
+    for step, now in enumerate((lr, 0.0, lr, 0.003)):
+        for module, optimizer in ((planned, ours), (plain, theirs)):
+            optimizer.param_groups[0]["lr"] = now
+            learn(module, step)
+            optimizer.step()
+        torch.testing.assert_close(planned.weight, plain.weight, rtol=1e-6, atol=5e-7)
+    assert_current(planned)
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_settings_are_fp32_whatever_the_default_is(device: torch.device, default: torch.dtype) -> None:
     """In bf16 a β of 0.999 is 1."""
