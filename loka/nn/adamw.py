@@ -27,8 +27,9 @@ class AdamW(torch.optim.AdamW):
     to nothing. All else is stepped by torch, in its fused form unless told otherwise.
     """
 
-    def __init__(self, params: Any, *args: Any, fused: bool | None = True, **options: Any) -> None:
-        super().__init__(params, *args, fused=fused, **options)
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        told = any(options.get(name) for name in ("foreach", "differentiable"))  # which fused forms refuse
+        super().__init__(params, *args, **{"fused": None if told else True, **options})
 
     def _init_group(
         self,

@@ -254,6 +254,17 @@ def test_what_our_kernels_cannot_do_torch_does(
     assert_current(planned)
 
 
+def test_arguments_are_torchs() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    for options in ({"foreach": True}, {"foreach": False}, {"differentiable": True}, {"fused": None}, {"fused": False}):
+        group = loka.AdamW([weight], **options).param_groups[0]
+        assert {name: group[name] for name in options} == options
+    assert loka.AdamW([weight]).param_groups[0]["fused"]
+    assert loka.AdamW([weight], 0.1, (0.5, 0.9)).param_groups[0]["fused"]
+    with pytest.raises(RuntimeError, match="cannot be `True` together"):
+        loka.AdamW([weight], fused=True, foreach=True)
+
+
 @pytest.mark.usefixtures("never_ours")
 def test_a_weight_of_two_layers_a_bf16_one_and_a_centered_one_are_torchs(device: torch.device) -> None:
     one, two, centered = layer(device), layer(device), layer(device, Transform.CENTER)
