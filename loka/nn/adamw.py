@@ -1,6 +1,7 @@
 """``torch.optim.AdamW`` that writes the 8-bit copies of planned weights in the pass in which it writes the weights."""
 
 import math
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,13 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
         told = any(options.get(name) for name in ("foreach", "differentiable"))  # which fused forms refuse
         super().__init__(params, *args, **{"fused": None if told else True, **options})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """How a step is computed is no state: a checkpoint of torch's loops over parameters loads into fused steps, on whose
+        being so a GradScaler counts."""
+        own = ({"foreach": None, "fused": True} if group["fused"] else {} for group in self.param_groups)
+        groups = [{**group, **kept} for group, kept in zip_longest(state_dict["param_groups"], own, fillvalue={})]
+        super().load_state_dict({**state_dict, "param_groups": groups[: len(state_dict["param_groups"])]})
 
     def _init_group(
         self,

@@ -365,6 +365,32 @@ def test_state_goes_from_torchs_to_ours_and_back(device: torch.device, make: Cal
     torch.testing.assert_close(planned.weight, plain.weight, rtol=1e-6, atol=5e-7)  # what torch's own is off by on a GPU
 
 
+@pytest.mark.parametrize("theirs", [{}, {"foreach": True}, {"fused": False}])
+def test_state_of_loops_goes_on_fused(device: torch.device, theirs: dict[str, Any]) -> None:
+    """Its number of steps lies on the host, where no kernel reads it; and a GradScaler has asked how steps are made before."""
+    module = layer(device)
+    before = torch.optim.AdamW(module.parameters(), lr=0.01, **theirs)
+    learn(module, 0)
+    before.step()
+    optimizer = loka.AdamW(module.parameters(), lr=0.5)
+    state = before.state_dict()
+    optimizer.load_state_dict(state)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["fused"], group["foreach"]) == (0.01, True, None)
+    assert state["param_groups"][0]["fused"] == theirs.get("fused")  # as it was
+    assert optimizer.state[module.weight]["step"].device.type == device.type
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    scaler.scale(module.weight.square().sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.state[module.weight]["step"] == 2
+    assert_current(module)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({**state, "param_groups": []})
+    told = loka.AdamW(module.parameters(), fused=False)
+    told.load_state_dict(optimizer.state_dict())
+    assert told.param_groups[0]["fused"]  # with its number of steps on the device, as torch has it
+
+
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
 def test_a_copy_of_model_and_optimizer_goes_on(
     device: torch.device, copier: Callable[[tuple[nn.Module, torch.optim.Optimizer]], Any]
