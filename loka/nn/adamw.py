@@ -104,8 +104,9 @@ class AdamW(torch.optim.AdamW):
 
 
 def _can_be_ours(weight: Tensor, *others: Tensor) -> bool:
-    """Whether our kernels can read them, FP32 without gaps on one device, and it pays."""
-    if weight.numel() < WORTH_IT:
+    """Whether our kernels can read them, FP32 without gaps on one device, and it pays. Of averages loaded from another
+    model they would read what lies behind: torch says what is wrong with them."""
+    if weight.numel() < WORTH_IT or any(tensor.shape != weight.shape for tensor in others[:-1]):
         return False
     alike = all(tensor.dtype == torch.float32 and tensor.device == weight.device for tensor in (weight, *others))
     return alike and all(tensor.is_contiguous() for tensor in (weight, *others))

@@ -391,6 +391,23 @@ def test_state_of_loops_goes_on_fused(device: torch.device, theirs: dict[str, An
     assert told.param_groups[0]["fused"]  # with its number of steps on the device, as torch has it
 
 
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.usefixtures("never_ours")
+def test_averages_of_another_shape_are_torchs_to_refuse(
+    device: torch.device, make: Callable[[torch.device], nn.Module]
+) -> None:
+    """A ``load_state_dict`` takes them. On a CPU torch reads what lies behind them, too."""
+    module = make(device)
+    optimizer = loka.AdamW(module.parameters(), lr=0.01)
+    for parameter in module.parameters():
+        averages = {name: torch.zeros(3, 3, device=device) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.ones((), device=device), **averages}
+    learn(module, 0)
+    gathered: list[list[Tensor]] = [[] for _ in range(6)]
+    optimizer._init_group(optimizer.param_groups[0], *gathered)
+    assert len(gathered[0]) == len(list(module.parameters()))
+
+
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
 def test_a_copy_of_model_and_optimizer_goes_on(
     device: torch.device, copier: Callable[[tuple[nn.Module, torch.optim.Optimizer]], Any]
