@@ -199,7 +199,10 @@ def rewrite_casts(
     known = _rewrites.get(module)
     if known is None or known.place != place:
         known = _rewrites[module] = _Rewrite(place, prepare())
+    before = _mark_of(weight)
     known.run()
+    if adam is not None and before == _mark_of(weight):  # made for another tensor that lay here, which counts by itself
+        torch.autograd.graph.increment_version(weight)
     _note_cast_of(module, in_step=adam is not None)
 
 

@@ -349,6 +349,29 @@ def test_a_backward_pass_that_saved_the_casts_before_is_refused(
 
 
 @pytest.mark.parametrize("make", MAKERS)
+def test_autograd_sees_steps_of_another_weight_in_the_same_place(
+    device: torch.device, make: Callable[[torch.device], nn.Module]
+) -> None:
+    """A parameter made anew of the old one's data lies where it lay, but counts its versions by itself."""
+    module: Any = make(device)
+    optimizer = loka.AdamW(module.parameters(), lr=0.01)
+    for step in range(2):
+        learn(module, step)
+        optimizer.step()
+    old, module.weight = module.weight, nn.Parameter(module.weight.data)
+    module.weight.grad = old.grad
+    module.refresh_weight_casts()
+    (group,) = optimizer.param_groups
+    group["params"] = list(module.parameters())
+    optimizer.state[module.weight] = optimizer.state.pop(old)
+    loss = module.weight.square().sum()
+    optimizer.step()
+    assert_current(module)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("make", MAKERS)
 def test_state_goes_from_torchs_to_ours_and_back(device: torch.device, make: Callable[[torch.device], nn.Module]) -> None:
     planned, plain = twins(make, device)
     optimizers: list[torch.optim.AdamW] = [
