@@ -238,7 +238,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for holder in list(_holders):
         if id(holder._parameters.get("weight")) in moved:  # not .weight: parametrized since, it would be made, and may draw
             known: _CastOf | None = vars(holder).get(CAST_OF)
-            if known is not None and known.in_step and known.mark == _mark_of(holder.weight):
+            stepped = holder.weight.grad is not None  # else it is of a step that failed behind it
+            if known is not None and known.in_step and stepped and known.mark == _mark_of(holder.weight):
                 vars(holder)[CAST_OF] = known._replace(in_step=False)
                 continue
             with _versions_kept_if_unmoved(holder):

@@ -325,6 +325,21 @@ def test_a_weight_written_behind_its_step_is_cast_again(device: torch.device, mo
     assert_current(module)
 
 
+def test_what_a_failed_step_has_cast_counts_no_longer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = nn.ModuleList([layer(device), nn.Linear(4, 4, device=device)])
+    optimizer = loka.AdamW(modules.parameters(), lr=0.01)
+    learn(modules, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_fused_adamw_", lambda *args, **named: pytest.fail("torch's own did"))
+        with pytest.raises(pytest.fail.Exception):
+            optimizer.step()
+    assert_current(modules[0])
+    optimizer.zero_grad()
+    modules[0].weight.data.mul_(3)
+    optimizer.step()
+    assert_current(modules[0])
+
+
 def _is_current(module: nn.Module) -> bool:
     try:
         assert_current(module)
