@@ -72,7 +72,8 @@ class AdamW(torch.optim.AdamW):
         scaled = getattr(self, "grad_scale", None) is not None
         # Tracing a step runs this, and not the step: what were stepped here then would not be stepped by the compiled one.
         traced = torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
-        return unknown or scaled or traced or any(map(torch.is_tensor, group["betas"]))
+        hooked = bool(self._optimizer_step_post_hooks)  # they run before casts are made behind a step, and may write .data
+        return unknown or scaled or traced or hooked or any(map(torch.is_tensor, group["betas"]))
 
     def _step_and_cast(self, group: dict[str, Any], own: list[tuple[HoldsWeightCasts, tuple[Tensor, ...]]]) -> None:
         """Of each weight its gradient, both averages and the number of steps."""

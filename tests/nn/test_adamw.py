@@ -325,6 +325,21 @@ def test_a_weight_written_behind_its_step_is_cast_again(device: torch.device, mo
     assert_current(module)
 
 
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, loka.AdamW])
+def test_data_written_by_a_hook_behind_the_step_is_cast(
+    device: torch.device, make: Callable[[torch.device], nn.Module], kind: type[torch.optim.AdamW]
+) -> None:
+    """As constraints on weights are kept."""
+    module = make(device)
+    optimizer = kind(module.parameters(), lr=0.01)
+    optimizer.register_step_post_hook(lambda *args: module.weight.data.mul_(3))  # type: ignore[union-attr]
+    for step in range(2):
+        learn(module, step)
+        optimizer.step()
+        assert_current(module)
+
+
 def test_what_a_failed_step_has_cast_counts_no_longer(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = nn.ModuleList([layer(device), nn.Linear(4, 4, device=device)])
     optimizer = loka.AdamW(modules.parameters(), lr=0.01)
