@@ -98,6 +98,7 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     now = {swap.original: swap.current for of_site in bound.values() for swap in of_site}
     for swap in before:
         carry_hooks(swap.current, now.get(swap.original, swap.original))
+        leave_as_it_is(swap.current)
     _link(applied.plan, bound)
     put_in(model, [swap for of_site in bound.values() for swap in of_site])
     applied.swaps.update(bound)

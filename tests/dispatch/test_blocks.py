@@ -16,6 +16,7 @@ from loka.dispatch.apply import give_back
 from loka.dispatch.planned import PassThrough, PlannedLinear
 from loka.dispatch.swap import required_applied
 from loka.nn.fused_block import FusedBlock
+from loka.nn.weight_casts import only_holders
 
 pytestmark = pytest.mark.usefixtures("pretended_kernels")
 
@@ -272,6 +273,17 @@ def test_a_chain_through_something_else_is_refused() -> None:
     plan = plan_for(model, {"layers.0": block(0), "layers.6": block(6, "layers.0")})
     with pytest.raises(KernelUnavailable, match=r"layers.6 is planned to take FP8 from layers.0 alone, and here it does not"):
         loka.apply_plan(model, plan)
+
+
+def test_who_keeps_a_block_that_was_given_back_keeps_nothing_cast() -> None:
+    """Of two that hold a weight's casts neither is written by the step itself."""
+    model = chain()
+    loka.apply_plan(model, chain_plan(model))
+    kept = [model.layers[0], model.layers[3]]
+    give_back(model, "layers.3", "drifted")
+    holders = only_holders()
+    assert holders[id(kept[0].weight)] is model.layers[0]
+    assert id(kept[1].weight) not in holders
 
 
 def test_what_users_put_on_a_chain_stays_when_one_of_its_blocks_goes() -> None:
