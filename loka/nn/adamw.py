@@ -30,7 +30,8 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
         told = any(options.get(name) for name in ("foreach", "differentiable"))  # which fused forms refuse
-        super().__init__(params, *args, **{"fused": None if told else True, **options})
+        options.setdefault("fused", None if told else True)
+        super().__init__(params, *args, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """How a step is computed is no state: a checkpoint of torch's loops over parameters loads into fused steps, on whose
