@@ -1,8 +1,7 @@
 """``torch.optim.AdamW`` that writes the 8-bit copies of planned weights in the pass in which it writes the weights."""
 
-import math
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +14,19 @@ from loka.nn.weight_casts import HoldsWeightCasts, only_holders
 WORTH_IT = 2**20
 
 
-class _Settings(NamedTuple):
-    values: tuple[float, ...]
-    tensor: Tensor  # the same on the device, where kernels that are launched again find what is new
+class _Settings:
+    """What kernels read of a parameter group, on the device: there kernels that are launched again find what is new."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.tensor = torch.zeros(count, dtype=torch.float32, device=device)
+        self.values: list[float | None] = [None] * count  # None: by the device itself
+        self.captured = False  # by a graph, whose they are from then on
+
+    def write(self, values: list[float | None]) -> None:
+        for index, value in enumerate(values):
+            if value is not None and value != self.values[index]:
+                self.tensor[index].fill_(value)  # a launch, which a graph may hold, and no wait
+        self.values = values
 
 
 class AdamW(torch.optim.AdamW):
@@ -80,28 +89,34 @@ class AdamW(torch.optim.AdamW):
         """Of each weight its gradient, both averages and the number of steps."""
         found_inf, steps = getattr(self, "found_inf", None), [tensors[3] for _, tensors in own]
         torch._foreach_add_(steps, 1)
+        settings = {device: self._settings(group, device) for device in {step.device for step in steps}}
         for holder, (gradient, average, square, step) in own:
-            settings = self._settings(group, step.device)
             here = None if found_inf is None else found_inf.to(step.device, non_blocking=True)
-            holder.step_and_recast(AdamStep(gradient, average, square, step, settings, here))
+            holder.step_and_recast(AdamStep(gradient, average, square, step, settings[step.device], here))
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf.to(step.device, non_blocking=True) for step in steps])
 
     def _settings(self, group: dict[str, Any], device: torch.device) -> Tensor:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        is_tensor = torch.is_tensor(lr)
-        values = settings_of(0.0 if is_tensor else lr, (beta1, beta2), group["eps"], group["weight_decay"])
-        all_settings = self.__dict__.setdefault("_settings_of_groups", {})  # not made with the optimizer: copies come without
-        known = all_settings.get((id(group), device))
-        if known is None:
-            known = _Settings((), torch.zeros(len(values), dtype=torch.float32, device=device))
-        for index, value in enumerate(values):
-            if not (is_tensor and index == 0) and known.values[index : index + 1] != (value,):
-                known.tensor[index].fill_(value)  # a launch, which a captured graph may hold, and no wait
-        if is_tensor:
-            known.tensor[0].copy_(lr.reshape(()), non_blocking=True)
-            values = (math.nan, *values[1:])  # like no number that may follow it
-        all_settings[id(group), device] = _Settings(values, known.tensor)
+        """Of ``group`` as it is. A captured graph goes on with those it was captured with, as torch's does: nobody else writes
+        them. But a learning rate that lies on the device is read in every step, and replay."""
+        lr, known_settings = group["lr"], self.__dict__.setdefault("_settings_of_groups", {})  # a copied optimizer has none
+        on_device = torch.is_tensor(lr) and lr.device == device
+        rate = 0.0 if on_device else float(lr)
+        values: list[float | None] = [*settings_of(rate, group["betas"], group["eps"], group["weight_decay"])]
+        values[0] = None if on_device else rate
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        known: _Settings | None = known_settings.get((id(group), device))
+        is_new = known is None or known.values != values
+        if known is None or (is_new and (known.captured or capturing)):
+            known = _Settings(device, len(values))
+        known.write(values)
+        if on_device:
+            known.tensor[0].copy_(lr.reshape(()))
+        known.captured |= capturing
+        if is_new and capturing:  # written by replays: no eager step finds them
+            self.__dict__.setdefault("_settings_of_graphs", []).append(known)
+        else:
+            known_settings[id(group), device] = known
         return known.tensor
 
 

@@ -496,6 +496,32 @@ def test_a_compiled_step_is_torchs(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("warm_lr", [0.01, 0.02], ids=["the rate of the steps before", "another"])
+def test_a_captured_step_keeps_its_rate_and_eager_ones_theirs(device: torch.device, warm_lr: float) -> None:
+    if device.type == "cpu":
+        pytest.skip("nothing is captured on a CPU")
+    planned, plain = twins(layer, device)
+    pairs = [
+        (planned, loka.AdamW(planned.parameters(), lr=warm_lr, capturable=True)),
+        (plain, torch.optim.AdamW(plain.parameters(), lr=warm_lr, capturable=True, fused=True)),
+    ]
+    for module, optimizer in pairs:
+        learn(module, 0)
+        captured(optimizer.step)  # which steps three times; the graph is let go
+        optimizer.param_groups[0]["lr"] = 0.01
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+        for lr in (0.03, 0.005):
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            graph.replay()
+        optimizer.step()
+    torch.testing.assert_close(planned.weight, plain.weight, rtol=1e-6, atol=1e-6)
+    assert_current(planned)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("make", MAKERS)
 def test_neither_gradients_nor_averages_are_kept(device: torch.device, make: Callable[[torch.device], nn.Module]) -> None:
     if device.type == "cpu":
