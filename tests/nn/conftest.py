@@ -6,6 +6,8 @@ import pytest
 import torch
 from emulated_block import emulate
 
+from loka.kernels.casting import CASTERS
+
 sys.path.insert(0, str(Path(__file__).parent))  # found_lines, which test files of this folder share
 # Triton reads it when it is first imported: our kernels run interpreted on a CPU, compiled on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
@@ -43,3 +45,27 @@ def kernels_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "cpu":
         monkeypatch.setattr("loka.nn.fused_spec.missing_triton", lambda device: None)
     return torch.device(request.param)
+
+
+@pytest.fixture
+def device(kernels_on: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where our kernels cast weights, of any size in a step of theirs: on a CPU interpreted, and if told to."""
+    monkeypatch.setattr("loka.nn.adamw.WORTH_IT", 0)
+    if kernels_on.type == "cpu":
+        monkeypatch.setattr("loka.nn.linear.rewriter_of", lambda *args: CASTERS.get("triton"))
+    return kernels_on
+
+
+HOLDERS = ("loka.nn.linear.LokaLinear", "loka.nn.fused_block.FusedBlock")
+
+
+@pytest.fixture
+def never_cast_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in HOLDERS:
+        monkeypatch.setattr(f"{kind}.recast_after_step", lambda self: pytest.fail("the weight was read once more"))
+
+
+@pytest.fixture
+def never_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in HOLDERS:
+        monkeypatch.setattr(f"{kind}.step_and_recast", lambda self, adam: pytest.fail("stepped by our kernels"))

@@ -1,109 +1,20 @@
 """loka.AdamW steps as torch's does, and leaves casts that are of the weight as it is."""
 
 import copy
-import gc
-import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cuda_graphs import captured
-from torch import Tensor, nn
+from stepped import MAKERS, assert_current, block, is_current, layer, learn, twins
+from torch import nn
 
 import loka
 from loka.core.recipe import Transform
-from loka.kernels.casting import CASTERS
-from loka.kernels.executor import SiteKernels
-from loka.nn import adamw, linear
-from loka.nn.block_norm import BlockNorm
-from loka.nn.fused_block import FusedBlock
+from loka.nn import adamw
 from loka.nn.linear import LokaLinear
-from loka.nn.weight_casts import held
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
-
-WIDE = 512  # from which rows of a block's weight have powers of two
-
-
-@pytest.fixture(autouse=True)
-def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "WORTH_IT", 0)
-
-
-@pytest.fixture
-def device(kernels_on: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where our kernels cast weights: on a CPU interpreted, if told to."""
-    if kernels_on.type == "cpu":
-        monkeypatch.setattr(linear, "rewriter_of", lambda *args: CASTERS.get("triton"))
-    return kernels_on
-
-
-def layer(device: torch.device, transform: Transform = Transform.NONE) -> LokaLinear:
-    plain = nn.Linear(64, 40, device=device)
-    name = "reference.tensorwise" if device.type == "cpu" else "triton.tensorwise"
-    vector = None if transform is Transform.NONE else torch.full((64,), 2.0)
-    return LokaLinear.from_linear(plain, SiteKernels.same(name), transform, vector)
-
-
-def block(device: torch.device) -> FusedBlock:
-    made = FusedBlock(nn.Parameter(0.02 * torch.randn(24, WIDE, device=device)), None, BlockNorm(24), None)
-    assert made.why_reference is None
-    return made
-
-
-MAKERS: list[Callable[[torch.device], nn.Module]] = [layer, block]
-
-
-def learn(module: nn.Module, seed: int) -> None:
-    """Gradients for all, drawn and not computed."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)  # which keeps the order of axes, as autograd does
-        parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
-
-
-def casts(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in held(module).items() if name != "weight_memory"}
-
-
-def assert_current(module: Any) -> None:
-    """What is held, decoded, is the weight to the rounding of e4m3."""
-    if isinstance(module, FusedBlock):
-        codes = module._held_codes()
-        pairs = [(codes.codes_NK, codes.scale_N, module.weight), (codes.codes_KN, codes.scale_KN, module.weight.t())]
-    else:
-        there, w = held(module), module.weight
-        oriented = (w, w.t()) if there["weight_codes_0"].shape[1] >= w.shape[1] else (w.t(), w)
-        pairs = [(there[f"weight_codes_{index}"], there[f"weight_scale_{index}"], oriented[index]) for index in (0, 1)]
-    for codes_OC, scale, weight in pairs:
-        rows, cols = weight.shape
-        value = (codes_OC.float() * scale)[:rows, :cols]
-        assert ((value - weight).abs() <= weight.abs() / 16 + weight.abs().max() * 2.0**-16).all()
-
-
-@pytest.fixture
-def never_cast_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (LokaLinear, FusedBlock):
-        monkeypatch.setattr(kind, "recast_after_step", lambda self: pytest.fail("the weight was read once more"))
-
-
-@pytest.fixture
-def never_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (LokaLinear, FusedBlock):
-        monkeypatch.setattr(kind, "step_and_recast", lambda self, adam: pytest.fail("stepped by our kernels"))
-
-
-def twins(make: Callable[[torch.device], nn.Module], device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """A planned module, and a plain one of the same parameters."""
-    torch.manual_seed(0)
-    planned = make(device)
-    plain = nn.Module()
-    for name, parameter in planned.named_parameters():
-        plain.register_parameter(name, nn.Parameter(parameter.detach().clone()))
-    return planned, plain
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -320,7 +231,7 @@ def test_a_weight_written_behind_its_step_is_cast_again(device: torch.device, mo
 
     optimizer.zero_grad()  # the next step moves nothing, and data that was written since is cast
     module.weight.data.mul_(3)
-    assert not _is_current(module)
+    assert not is_current(module)
     optimizer.step()
     assert_current(module)
 
@@ -353,14 +264,6 @@ def test_what_a_failed_step_has_cast_counts_no_longer(device: torch.device, monk
     modules[0].weight.data.mul_(3)
     optimizer.step()
     assert_current(modules[0])
-
-
-def _is_current(module: nn.Module) -> bool:
-    try:
-        assert_current(module)
-    except AssertionError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -399,169 +302,3 @@ def test_autograd_sees_steps_of_another_weight_in_the_same_place(
     assert_current(module)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_state_goes_from_torchs_to_ours_and_back(device: torch.device, make: Callable[[torch.device], nn.Module]) -> None:
-    planned, plain = twins(make, device)
-    optimizers: list[torch.optim.AdamW] = [
-        loka.AdamW(planned.parameters(), lr=0.01),
-        torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True),
-    ]
-    for step in range(2):
-        for module, optimizer in zip((planned, plain), optimizers, strict=True):
-            learn(module, step)
-            optimizer.step()
-        first, second = (copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers)
-        optimizers[0].load_state_dict(second)
-        optimizers[1].load_state_dict(first)
-    torch.testing.assert_close(planned.weight, plain.weight, rtol=1e-6, atol=5e-7)  # what torch's own is off by on a GPU
-
-
-@pytest.mark.parametrize("theirs", [{}, {"foreach": True}, {"fused": False}])
-def test_state_of_loops_goes_on_fused(device: torch.device, theirs: dict[str, Any]) -> None:
-    """Its number of steps lies on the host, where no kernel reads it; and a GradScaler has asked how steps are made before."""
-    module = layer(device)
-    before = torch.optim.AdamW(module.parameters(), lr=0.01, **theirs)
-    learn(module, 0)
-    before.step()
-    optimizer = loka.AdamW(module.parameters(), lr=0.5)
-    state = before.state_dict()
-    optimizer.load_state_dict(state)
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["fused"], group["foreach"]) == (0.01, True, None)
-    assert state["param_groups"][0]["fused"] == theirs.get("fused")  # as it was
-    assert optimizer.state[module.weight]["step"].device.type == device.type
-    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
-    scaler.scale(module.weight.square().sum()).backward()
-    scaler.step(optimizer)
-    assert optimizer.state[module.weight]["step"] == 2
-    assert_current(module)
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({**state, "param_groups": []})
-    told = loka.AdamW(module.parameters(), fused=False)
-    told.load_state_dict(optimizer.state_dict())
-    assert told.param_groups[0]["fused"]  # with its number of steps on the device, as torch has it
-
-
-@pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.usefixtures("never_ours")
-def test_averages_of_another_shape_are_torchs_to_refuse(
-    device: torch.device, make: Callable[[torch.device], nn.Module]
-) -> None:
-    """A ``load_state_dict`` takes them. On a CPU torch reads what lies behind them, too."""
-    module = make(device)
-    optimizer = loka.AdamW(module.parameters(), lr=0.01)
-    for parameter in module.parameters():
-        averages = {name: torch.zeros(3, 3, device=device) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.ones((), device=device), **averages}
-    learn(module, 0)
-    gathered: list[list[Tensor]] = [[] for _ in range(6)]
-    optimizer._init_group(optimizer.param_groups[0], *gathered)
-    assert len(gathered[0]) == len(list(module.parameters()))
-
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
-def test_a_copy_of_model_and_optimizer_goes_on(
-    device: torch.device, copier: Callable[[tuple[nn.Module, torch.optim.Optimizer]], Any]
-) -> None:
-    module = layer(device)
-    optimizer = loka.AdamW(module.parameters(), lr=0.01)
-    learn(module, 0)
-    optimizer.step()
-    other, other_optimizer = copier((module, optimizer))
-    for model, its in ((module, optimizer), (other, other_optimizer)):
-        learn(model, 1)
-        its.step()
-    assert torch.equal(module.weight, other.weight)
-    assert_current(other)
-
-
-@pytest.mark.usefixtures("never_ours")
-def test_a_compiled_step_is_torchs(device: torch.device) -> None:
-    """Tracing runs the gathering once: what were stepped there would never be stepped again."""
-    torch.compiler.reset()
-    planned, plain = twins(layer, device)
-    optimizers = [
-        loka.AdamW(module.parameters(), lr=0.01, fused=False, capturable=device.type == "cuda") for module in (planned, plain)
-    ]
-    step = torch.compile(lambda: optimizers[0].step(), backend="eager")
-    for seed in range(3):
-        for module in (planned, plain):
-            learn(module, seed)
-        step()
-        optimizers[1].step()
-    torch.testing.assert_close(planned.weight, plain.weight)
-    assert_current(planned)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("warm_lr", [0.01, 0.02], ids=["the rate of the steps before", "another"])
-def test_a_captured_step_keeps_its_rate_and_eager_ones_theirs(device: torch.device, warm_lr: float) -> None:
-    if device.type == "cpu":
-        pytest.skip("nothing is captured on a CPU")
-    planned, plain = twins(layer, device)
-    pairs = [
-        (planned, loka.AdamW(planned.parameters(), lr=warm_lr, capturable=True)),
-        (plain, torch.optim.AdamW(plain.parameters(), lr=warm_lr, capturable=True, fused=True)),
-    ]
-    for module, optimizer in pairs:
-        learn(module, 0)
-        captured(optimizer.step)  # which steps three times; the graph is let go
-        optimizer.param_groups[0]["lr"] = 0.01
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            optimizer.step()
-        for lr in (0.03, 0.005):
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()
-            graph.replay()
-        optimizer.step()
-    torch.testing.assert_close(planned.weight, plain.weight, rtol=1e-6, atol=1e-6)
-    assert_current(planned)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("make", MAKERS)
-def test_neither_gradients_nor_averages_are_kept(device: torch.device, make: Callable[[torch.device], nn.Module]) -> None:
-    if device.type == "cpu":
-        pytest.skip("an interpreted launch keeps its arguments")
-    module = make(device)
-    optimizer = loka.AdamW(module.parameters(), lr=0.01)
-    for step in range(3):
-        learn(module, step)
-        gradient = weakref.ref(module.weight.grad)  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad()
-        assert gradient() is None
-    average = weakref.ref(optimizer.state[module.weight]["exp_avg"])  # type: ignore[index]
-    del optimizer
-    gc.collect()
-    assert average() is None
-    assert_current(module)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("never_cast_apart")
-def test_captured_steps_are_those_of_eager(device: torch.device) -> None:
-    if device.type == "cpu":
-        pytest.skip("nothing is captured on a CPU")
-    models, optimizers = [], []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.ModuleList([layer(device), block(device)]))
-        learn(models[-1], 0)
-        optimizers.append(loka.AdamW(models[-1].parameters(), lr=0.01, capturable=True))
-    graph, _ = captured(optimizers[0].step)  # after three steps
-    for _ in range(3):
-        optimizers[1].step()
-    for seed in range(3):
-        for model in models:
-            learn(model, seed)
-        graph.replay()
-        optimizers[1].step()
-    for one, other in zip(*models, strict=True):
-        assert torch.equal(one.weight, other.weight)
-        for name, cast in casts(one).items():
-            assert torch.equal(cast.view(torch.uint8), casts(other)[name].view(torch.uint8))
-        assert_current(one)
