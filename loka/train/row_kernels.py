@@ -22,7 +22,8 @@ def sum_parts_kernel(rows_ptr, order_ptr, gradient_ptr, part_ptr, count, width, 
     before = tl.load(rows_ptr + first - 1, mask=first > 0, other=-1)
     if (row != before) | (first % S == 0):
         place = first // S * S + tl.arange(0, S)
-        equal = tl.load(rows_ptr + place, mask=place < count, other=-1) == row  # none in front of the first is
+        inside = (place >= first) & (place < count)
+        equal = inside & (tl.load(rows_ptr + place, mask=inside, other=-1) == row)
         index_S = tl.load(order_ptr + place, mask=equal, other=0)
         col = tl.arange(0, E)
         gradient_SE = tl.load(
