@@ -66,6 +66,7 @@ class SiteFacts:
     weight_format: Format = Format.FP32  # what the model keeps the weight in
     needs_dx: bool = True  # whether anything in front of it learns,
     needs_dw: bool = True  # and whether its weight does
+    cast_in_step: bool = False  # whether its optimizer casts the weight as it steps it, if kernels have such a cast
 
     @property
     def roles(self) -> tuple[Role, ...]:

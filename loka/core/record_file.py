@@ -19,7 +19,7 @@ from loka.core.vectors import write_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.record/4"
+SCHEMA = "loka.record/5"
 FILE = "record.safetensors"
 
 
@@ -85,6 +85,12 @@ def _without_entries(fields: Fields) -> Fields:
 @migrates("loka.record/3")
 def _without_stays(fields: Fields) -> Fields:
     """Its sites do not say that nothing can stand in for them: apply_plan will."""
+    return fields
+
+
+@migrates("loka.record/4")
+def _without_steps(fields: Fields) -> Fields:
+    """Weights are cast behind steps."""
     return fields
 
 

@@ -24,7 +24,7 @@ from loka.core.vectors import read_vectors, vectors_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/4"  # 1 had no misread_backward: there is nothing to make it from
+SCHEMA = "loka.survey/5"  # 1 had no misread_backward: there is nothing to make it from
 GATE = "mere_floored"  # of a candidate's errors the one that plans are held to
 Times = dict[int, float]  # M → µs
 
@@ -69,6 +69,7 @@ class CastTime(Struct, frozen=True):
     tensor: TensorName
     forms: tuple[str, ...]  # sorted keys
     time_us: Times
+    in_step_us: Times = {}  # what it adds to an optimizer's step that makes it, of a weight that has such an optimizer
 
 
 class BlockCandidate(Struct, frozen=True):
@@ -85,7 +86,7 @@ class BlockCandidate(Struct, frozen=True):
     input_cast_us: Times = {}  # paid where the module in front hands on no FP8
     training_cast_us: Times = {}  # the same in training, where wgrad reads the input transposed
     forward_us: Times = {}  # serving: nothing saved
-    training_us: Times = {}  # forward that saves, and backward
+    training_us: Times = {}  # forward that saves, backward, and what the weight's cast adds to a step
     baseline_forward_us: Times = {}
     baseline_training_us: Times = {}
     epilogue_forward_us: Times = {}  # norm and activation alone, compiled: what stays where the site is no block
@@ -173,6 +174,12 @@ class Survey:
             if not all(0 < calls < math.inf for calls in site.calls.values()):
                 raise InvalidFile(f"{path}: the calls of {site.site} are no numbers above 0. Make it again with `{made_by}`")
         return cls(document, read_vectors(path.with_suffix(".safetensors")))
+
+
+@migrates("loka.survey/4")
+def _without_steps(fields: Fields) -> Fields:
+    """Weights are cast behind steps."""
+    return fields
 
 
 @migrates("loka.survey/3")

@@ -23,6 +23,7 @@ from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
+from loka.nn.adamw import is_cast_in_step
 from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, unwrapped
@@ -261,7 +262,7 @@ class _Trial:
             if is_training:
                 value.backward()
                 _drop_gradients(self.learned)
-                recast_after_step(self.model)
+                recast_after_step(self.model, in_step=is_cast_in_step)
         return 1e6 * (self._now() - start) / len(self.batches)
 
     def _now(self) -> float:

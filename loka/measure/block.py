@@ -27,7 +27,7 @@ from loka.kernels.triton.share import has_powers
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
 from loka.measure.failure import told
-from loka.measure.timing import copies_past_cache, time_together
+from loka.measure.timing import copies_past_cache, time_together, whole_rotations
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
@@ -91,7 +91,7 @@ class Blocks:
             copies = copies_past_cache(block.weight.nbytes, self._device)
             calls = block_calls(shape, block, copies=copies)
             with room_to_compile():
-                times = time_together(calls, self._device, turns=max(8, copies))
+                times = time_together(calls, self._device, turns=whole_rotations(copies))
             self._times[shape] = {name: timing.median_us for name, timing in times.items()}
         return self._times[shape]
 
@@ -176,7 +176,8 @@ def block_shape(site: SiteRecord, m: int, dtype: Format) -> BlockShape:
     kinds = (site.norm_kind if site.norm else None, site.activation_kind if site.activation else None)
     asked = site.roles if site.trains else tuple(Role)
     needs = (Role.DGRAD in asked, Role.WGRAD in asked)
-    return BlockShape(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, *kinds, *needs, site.entry_block)
+    stored = (site.weight_format, site.has_bias)
+    return BlockShape(SiteShape(m, site.k, site.n), dtype, *stored, *kinds, *needs, site.entry_block, site.cast_in_step)
 
 
 def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:
@@ -195,7 +196,10 @@ def _candidate(
     """Its times leave out the cast of the input, which a block in front may make needless."""
 
     def of(name: str, without: str | None = None) -> Times:
-        return {m: max(0.0, us.get(name, 0.0) - (us[without] if without else 0.0)) for m, us in times.items()}
+        return {m: max(0.0, us.get(name, 0.0) - us.get(without or "", 0.0)) for m, us in times.items()}
+
+    def added(one: Times, other: Times) -> Times:
+        return {m: time_us + other[m] for m, time_us in one.items()}
 
     return BlockCandidate(
         kernel=BLOCK_KERNEL,
@@ -208,7 +212,7 @@ def _candidate(
         input_cast_us=of("input_cast"),
         training_cast_us=of("training_cast"),
         forward_us=of("forward", without="input_cast"),
-        training_us=of("training", without="training_cast"),
+        training_us=added(of("training", without="training_cast"), of("weight_cast", without="step_without_cast")),
         baseline_forward_us=of("baseline_forward"),
         baseline_training_us=of("baseline_training"),
         epilogue_forward_us=of("epilogue_forward"),

@@ -1,6 +1,6 @@
 """A block as ``measure`` runs it: built from what the Record says of it, and the calls whose times a Survey holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from loka.core.gemm import SiteShape
 from loka.core.recipe import Format
+from loka.measure.adam_steps import AdamSteps
 from loka.measure.timing import Candidate
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_epilogue, block_reference
@@ -32,6 +33,7 @@ class BlockShape:
     needs_dx: bool = True  # in training
     needs_dw: bool = True
     entry_block: int | None = None  # of a BlockNorm in front of it that may hand it FP8
+    cast_in_step: bool = False  # as a SiteRecord says it of the weight
 
     def __str__(self) -> str:
         entry = None if self.entry_block is None else f"BlockNorm(block={self.entry_block})"
@@ -104,10 +106,7 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
         with autocast_for(block, dtype):
             y_MN = run(x, copy)
         asked = [*([x] if shape.needs_dx else []), *(copy.parameters() if shape.needs_dw else [])]
-        gradients = torch.autograd.grad(y_MN, asked, dy_MN.to(y_MN.dtype))
-        if run is fused:
-            copy.recast_after_step()  # once a step
-        return gradients
+        return torch.autograd.grad(y_MN, asked, dy_MN.to(y_MN.dtype))
 
     def cast(turn: int, transposed: bool) -> object:
         return cast_input(x_MK, transposed=transposed) if block.why_reference is None else x_MK  # which it reads as it is
@@ -126,6 +125,7 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
         "training_cast": partial(cast, transposed=shape.needs_dw),
         "forward": partial(forward, run=fused),
         "training": partial(training, run=fused),
+        **_weight_calls(shape, blocks),
         "baseline_forward": partial(forward, run=baseline),
         "baseline_training": partial(training, run=baseline),
     }
@@ -134,6 +134,17 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
     if shape.entry_block is not None and block.why_reference is None:
         calls |= _entry_calls(shape, shape.entry_block, x_MK)
     return calls
+
+
+def _weight_calls(shape: BlockShape, blocks: Sequence[FusedBlock]) -> dict[str, Candidate]:
+    """The cast of the weight, once a step: behind it, or within one, beside which a step is timed that casts nothing."""
+    if not (shape.cast_in_step and blocks[0].can_step()):
+        return {"weight_cast": lambda turn: blocks[turn % len(blocks)].recast_after_step()}
+    steps = AdamSteps(blocks[0].weight.detach(), len(blocks))
+    return {
+        "weight_cast": lambda turn: blocks[turn % len(blocks)].step_and_recast(steps.of(turn)),
+        "step_without_cast": steps.by_torch,
+    }
 
 
 def _entry_calls(shape: BlockShape, entry_block: int, x_MK: Tensor) -> dict[str, Candidate]:

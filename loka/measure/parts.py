@@ -5,19 +5,20 @@ Axes:  M rows of the batch,  K in_features,  N out_features.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from loka.core.gemm import SOURCES, Role, SiteShape, Source, TensorName
 from loka.core.recipe import Format, Recipe, Transform
-from loka.kernels.casting import CastProblem, cast, choose_caster, rewriter_of
+from loka.kernels.casting import CastProblem, Rewriter, Stepper, cast, choose_caster, rewriter_of
 from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteExecutor, SiteKernels
 from loka.kernels.operand import Form, Operand, operand_of
 from loka.kernels.providers.torch_casts import quantize_forms
 from loka.kernels.transforms import TransformVectors, apply_to, center_shift
+from loka.measure.adam_steps import AdamSteps
 from loka.measure.timing import copies_past_cache
 from loka.numerics.metrics import ErrorReport, measure_error
 from loka.numerics.reference import gemm
@@ -116,6 +117,7 @@ class SiteParts:
         self._references: dict[Role, Tensor] = {}
         self._dy_sum: Tensor | None = None
         self._held: dict[tuple[tuple[Form, ...], int], tuple[tuple[Operand, ...], Callable[[], None]]] = {}
+        self._stepped: dict[tuple[tuple[Form, ...], int], Callable[[], None]] = {}
 
     def cast(self, name: TensorName, forms: Sequence[Form], turn: int) -> tuple[Operand, ...]:
         """All ``forms`` of a tensor as a model casts them: the call to time. A weight is cast again where its copies lie, if a
@@ -126,12 +128,34 @@ class SiteParts:
             return cast(name, tensor, forms, self.vectors_of(forms[0].transform, turn))
         key = forms, turn % len(self.tensors.weights)
         if key not in self._held:
-            operands = cast(name, tensor, forms)
-            memory = rewriter.remember(tensor, forms)
-            self._held[key] = operands, rewriter.rewriting(tensor, dict(zip(forms, operands, strict=True)), memory)
+            held, memory = _written(rewriter, tensor, forms)
+            self._held[key] = tuple(held.values()), rewriter.rewriting(tensor, held, memory)
         operands, rewrite = self._held[key]
         rewrite()
         return operands
+
+    def can_step(self, forms: Sequence[Form]) -> bool:
+        """Whether a step of Adam can cast the weight into ``forms``."""
+        weight_NK = self.tensors.weights[0]
+        stepper = rewriter_of(TensorName.W, weight_NK, forms)
+        return isinstance(stepper, Stepper) and stepper.can_step(weight_NK, forms)
+
+    def step(self, forms: Sequence[Form], turn: int) -> None:
+        """A step of Adam that casts the weight into ``forms``: the call to time. Into none it is torch's."""
+        if not forms:
+            self._adam.by_torch(turn)
+            return
+        key = tuple(forms), turn % len(self.tensors.weights)
+        if key not in self._stepped:
+            weight_NK = self.tensors.stored(TensorName.W, turn)
+            stepper = rewriter_of(TensorName.W, weight_NK, forms)
+            assert isinstance(stepper, Stepper), "of what can_step"
+            self._stepped[key] = stepper.rewriting(weight_NK, *_written(stepper, weight_NK, forms), self._adam.of(turn))
+        self._stepped[key]()
+
+    @cached_property
+    def _adam(self) -> AdamSteps:
+        return AdamSteps(self.tensors.weights[0], len(self.tensors.weights))
 
     def multiply(self, option: Option, turn: int = 0, *, fresh: bool = False) -> Tensor:
         """The option's product and all that its epilogue adds, its operands cast before: the call to time.
@@ -208,6 +232,11 @@ class SiteParts:
         if self._dy_sum is None:
             self._dy_sum = self.tensors.dy.sum(0, dtype=torch.float32)
         return self._dy_sum
+
+
+def _written(rewriter: Rewriter, weight_NK: Tensor, forms: Sequence[Form]) -> tuple[dict[Form, Operand], Tensor]:
+    """The casts that are to be written again, and what is remembered for it."""
+    return dict(zip(forms, cast(TensorName.W, weight_NK, forms), strict=True)), rewriter.remember(weight_NK, forms)
 
 
 def is_compiled(form: Form, problem: CastProblem) -> bool:

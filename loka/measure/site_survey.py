@@ -171,12 +171,16 @@ def _cast_times(
     casts = []
     for name in TensorName:
         by_set: dict[tuple[Form, ...], Times] = {}
+        in_step: dict[tuple[Form, ...], Times] = {}
         for m, shape in shapes.items():
             sets = _cast_sets(name, options, errors, shape, speeds)
             for forms, time in speeds.casts_us(name, sets, shape).items():
                 if not isinstance(time, str):
                     by_set.setdefault(forms, {})[m] = time
-        casts += [CastTime(name, tuple(sorted(form.key for form in forms)), times) for forms, times in by_set.items()]
+            if name is TensorName.W and not in_step:  # M says nothing about a weight
+                in_step = {forms: {m: time} for forms, time in speeds.in_step_us(sets, shape).items()}
+        for forms, times in by_set.items():
+            casts.append(CastTime(name, tuple(sorted(form.key for form in forms)), times, in_step.get(forms, {})))
     return tuple(casts)
 
 

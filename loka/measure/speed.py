@@ -21,13 +21,14 @@ from loka.kernels.operand import Form
 from loka.measure.error import require_device
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled
-from loka.measure.timing import Candidate, time_together
+from loka.measure.timing import Candidate, time_together, whole_rotations
 from loka.numerics.formats import torch_dtype
 
 ROUNDS = {"cuda": 11, "cpu": 9}
 BUDGET_S = 0.5  # of one part: a slow product on a CPU is timed a few times only
 Key = TypeVar("Key")
 Forms = tuple[Form, ...]
+NO_CAST: Forms = ()
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,11 @@ class TimedShape:
     dtype: Format
     weight_dtype: Format
     has_bias: bool
+    cast_in_step: bool = False  # as a SiteRecord says it of its weight
 
     @classmethod
     def of(cls, site: SiteRecord, m: int, dtype: Format) -> "TimedShape":
-        return cls(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias)
+        return cls(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, site.cast_in_step)
 
 
 class Speeds:
@@ -51,6 +53,7 @@ class Speeds:
         self._device = device
         self._products: dict[tuple[TimedShape, Option], float | str] = {}
         self._casts: dict[tuple[TimedShape, TensorName, Forms], float | str] = {}
+        self._in_step: dict[tuple[TimedShape, Forms], float] = {}
         self._parts = lru_cache(1)(self._make_parts)  # one shape after another: tensors of all would not fit
 
     def refusal(self, option: Option, shape: TimedShape) -> str | None:
@@ -80,6 +83,19 @@ class Speeds:
         calls: dict[Forms, Candidate] = {forms: partial(self._parts(shape).cast, name, forms) for forms in new}
         self._casts.update({(shape, name, forms): time for forms, time in self._time(calls, shape).items()})
         return {forms: self._casts[shape, name, forms] for forms in sets}
+
+    def in_step_us(self, sets: Iterable[Forms], shape: TimedShape) -> dict[Forms, float]:
+        """What casts of the weight into each set of forms add to a step of Adam that makes them, where one can."""
+        able = [forms for forms in sets if shape.cast_in_step and self._parts(shape).can_step(forms)]
+        new = [forms for forms in able if (shape, forms) not in self._in_step]
+        if new:
+            calls: dict[Forms, Candidate] = {forms: partial(self._parts(shape).step, forms) for forms in (NO_CAST, *new)}
+            times = self._time(calls, shape)
+            alone_us = times.pop(NO_CAST)
+            for forms, time_us in times.items():
+                if not isinstance(time_us, str) and not isinstance(alone_us, str):
+                    self._in_step[shape, forms] = max(0.0, time_us - alone_us)
+        return {forms: self._in_step[shape, forms] for forms in able if (shape, forms) in self._in_step}
 
     def release(self) -> None:
         """Let the tensors of the last shape go, for other processes too: of a wide layer they take gigabytes."""
@@ -122,7 +138,7 @@ class Speeds:
         times = time_together(
             {name: calls[key] for name, key in names.items()},
             self._device,
-            turns=max(8, copies) if kind == "cuda" else copies,
+            turns=whole_rotations(copies) if kind == "cuda" else copies,
             rounds=ROUNDS[kind],
             budget_s=BUDGET_S,
         )

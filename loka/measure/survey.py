@@ -199,7 +199,7 @@ def _kernel_trials(
         others = beside if option.kernel in beside else ()
         yield Trial(
             option.kernel, module, option.role, shape.shape, shape.dtype, shape.weight_dtype, str(device), shape.has_bias,
-            others, transforms,
+            others, transforms, shape.cast_in_step,
         )  # fmt: skip
 
 

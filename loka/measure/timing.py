@@ -60,6 +60,11 @@ def copies_past_cache(n_bytes: int, device: torch.device) -> int:
     return max(2, min(64, -(-2 * cache // max(n_bytes, 1))))
 
 
+def whole_rotations(copies: int, least: int = 8) -> int:
+    """How many turns give every copy the same number of them, at least ``least`` in all."""
+    return copies * -(-least // copies)
+
+
 def _timer(candidate: Candidate, device: torch.device, turns: int) -> Callable[[], float]:
     return _graph_timer(candidate, turns) if device.type == "cuda" else _host_timer(candidate, turns)
 

@@ -56,6 +56,7 @@ class Trial(msgspec.Struct, frozen=True, tag="kernel"):
     has_bias: bool = False
     beside: tuple[str, ...] = ()
     transforms: tuple[Transform, ...] = ()
+    cast_in_step: bool = False  # as a SiteRecord says it of the weight
 
     def __str__(self) -> str:
         return f"{self.role} of {self.shape}"

@@ -10,8 +10,9 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from loka.core.gemm import Role
+from loka.core.gemm import Role, TensorName
 from loka.kernels.contract import KERNELS
+from loka.kernels.operand import Form
 from loka.kernels.providers.torch_casts import room_to_compile
 from loka.measure.block_parts import block_calls, random_block
 from loka.measure.failure import is_of_memory, told
@@ -55,32 +56,38 @@ def _run_kernel(trial: Trial, device: torch.device) -> None:
     )  # fmt: skip
     parts, option = SiteParts(tensors), Option(trial.kernel, trial.role)
     parts.multiply(option)
-    _run_casts(parts, option, trial.beside)
+    _run_casts(parts, option, trial)
     if trial.has_bias and trial.role is Role.FPROP:
         SiteParts(replace(tensors, bias=None)).multiply(option)
     for transform in trial.transforms:
         with suppress(Exception):  # where it is measured, its failure is told
             behind = replace(option, transform=transform)
             parts.multiply(behind)
-            _run_casts(parts, behind, trial.beside)
+            _run_casts(parts, behind, trial)
 
 
-def _run_casts(parts: SiteParts, option: Option, beside: tuple[str, ...]) -> None:
+def _run_casts(parts: SiteParts, option: Option, trial: Trial) -> None:
     """The casts of what ``option`` reads as they are timed: each by itself, and with those of another role that share its read,
-    of the same kernel and of those ``beside``."""
+    of the same kernel and of those beside it; of a weight in a step of Adam too, where one can make them."""
+
+    def run_cast(name: TensorName, *forms: Form) -> None:
+        parts.cast(name, forms, 0)
+        if name is TensorName.W and trial.cast_in_step and parts.can_step(forms):
+            parts.step(forms, 0)
+
     for name, (role, other_role) in SHARERS.items():
         own = option.form_of(name)
         if own is None or not own.spec.format.is_8bit or parts.is_compiled(name, own):
             continue
-        parts.cast(name, (own,), 0)
+        run_cast(name, own)
         if role is not option.role:
             continue
-        for kernel in (option.kernel, *(kernel for kernel in beside if kernel in KERNELS)):
+        for kernel in (option.kernel, *(kernel for kernel in trial.beside if kernel in KERNELS)):
             other = Option(kernel, other_role, option.transform).form_of(name)
             assert other is not None
             if is_worth_sharing(own, other) and not parts.is_compiled(name, other):
                 with nullcontext() if kernel == option.kernel else suppress(Exception):  # whose fault it is, measuring tells
-                    parts.cast(name, (own, other), 0)
+                    run_cast(name, own, other)
 
 
 def _run_block(trial: BlockTrial, device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """``torch.optim.AdamW`` that writes the 8-bit copies of planned weights in the pass in which it writes the weights."""
 
+import weakref
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +14,8 @@ from loka.nn.weight_casts import HoldsWeightCasts, only_holders
 # 0.86 of the time for weights of 1024×1024 and 0.80 for 4096×4096 (layers, 2026-11-17, by benchmarks/adamw.py); for 512×512
 # 1.36 times, in a run of the same day that is not kept.
 WORTH_IT = 2**20
+
+_optimizers: "weakref.WeakSet[AdamW]" = weakref.WeakSet()
 
 
 class _Settings:
@@ -42,6 +45,11 @@ class AdamW(torch.optim.AdamW):
         told = any(options.get(name) for name in ("foreach", "differentiable"))  # which fused forms refuse
         options.setdefault("fused", None if told else True)
         super().__init__(params, *args, **options)
+        _optimizers.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _optimizers.add(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """How a step is computed is no state: a checkpoint of torch's loops over parameters loads into fused steps, on whose
@@ -119,6 +127,18 @@ class AdamW(torch.optim.AdamW):
         else:
             known_settings[id(group), device] = known
         return known.tensor
+
+
+def is_cast_in_step(weight: Tensor) -> bool:
+    """Whether an optimizer that is there casts ``weight`` in the pass that steps it, if the kernels it runs on have such a
+    cast."""
+    if not weight.requires_grad or not _can_be_ours(weight):
+        return False
+    for optimizer in list(_optimizers):
+        for group in optimizer.param_groups:
+            if any(parameter is weight for parameter in group["params"]):
+                return not optimizer._torch_steps_all(group)
+    return False
 
 
 def _can_be_ours(weight: Tensor, *others: Tensor) -> bool:

@@ -90,10 +90,12 @@ def refresh(model: nn.Module) -> None:
             cast_again()
 
 
-def recast_after_step(model: nn.Module) -> None:
-    """What an optimizer's step is followed by, for whoever times a step without one."""
+def recast_after_step(model: nn.Module, *, in_step: Callable[[Tensor], bool]) -> None:
+    """What an optimizer's step is followed by, for whoever times a step without one: casts of all weights but those that are
+    cast ``in_step``."""
     for holder in _holders_in(model):
-        holder.recast_after_step()
+        if not (in_step(holder.weight) and holder.can_step()):
+            holder.recast_after_step()
 
 
 def holds_current_casts(holder: Any) -> bool:

@@ -1,7 +1,8 @@
 """What a site costs in a step for any choice of kernels: its distinct casts and its GEMMs, over all M it is called with.
 
 A cast that several roles read is paid once; where the forms asked for were not timed together, their single times are added.
-The weight is cast once a step in training, not once a call, and never in serving. An M that was not measured costs what the
+The weight is cast once a step in training, not once a call, and never in serving; where its optimizer makes just these casts
+as it steps it, they cost what they add to the step. An M that was not measured costs what the
 nearest measured one above it does. One that the baseline was timed at and a kernel was not, the kernel cannot take: there
 the site runs, and costs, as in high precision.
 """
@@ -45,6 +46,7 @@ class SiteCosts:
         self.baseline: dict[Role, Candidate] = {c.role: c for c in timed if c.role in ROLES[goal]}
         self.roles = tuple(role for role in ROLES[goal] if role in self.baseline)
         self._casts = {(cast.tensor, cast.forms): cast.time_us for cast in site.casts}
+        self._in_step = {cast.forms: cast.in_step_us for cast in site.casts if cast.tensor is TensorName.W and cast.in_step_us}
         self._free = {read for candidate in self.baseline.values() for read in _reads(candidate)}
         self._sums: dict[tuple[TensorName, tuple[str, ...]], Times | None] = {}
 
@@ -118,8 +120,21 @@ class SiteCosts:
         return self._sums[tensor, forms]
 
     def _together(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
+        if tensor is TensorName.W and (times := self._made_in_step(forms)) is not None:
+            return times
         if (tensor, forms) in self._casts:
             return self._casts[tensor, forms]
+        return self._one_by_one(tensor, forms)
+
+    def _made_in_step(self, forms: tuple[str, ...]) -> Times | None:
+        """Of a weight whose 8-bit casts are made in the step that moves it; a copy in high precision never is."""
+        held = tuple(form for form in forms if form.removesuffix("ᵀ") not in HIGH_PRECISION)
+        others = self._one_by_one(TensorName.W, tuple(form for form in forms if form not in held))
+        if held not in self._in_step or others is None:
+            return None
+        return {0: statistics.median(self._in_step[held].values()) + others[0]}
+
+    def _one_by_one(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
         singles = [self._casts.get((tensor, (form,)), self._if_free(tensor, form)) for form in forms]
         if any(times is None for times in singles):
             return None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from loka.core.record import UNKNOWN_READER
+from loka.nn.adamw import is_cast_in_step
 from loka.nn.blocks import Block, Consumer, FoundBlocks, any_of, find_blocks
 from loka.nn.graph import Kind
 from loka.nn.linear import LokaLinear, why_not_swapped
@@ -48,6 +49,15 @@ def producers_of(found: FoundBlocks) -> Mapping[str, str]:
             if consumer.kind is Kind.SITE and not consumer.through and found.of(consumer.name).calls == block.calls:
                 producers.setdefault(consumer.name, []).append(block.site)
     return {site: of_site[0] for site, of_site in producers.items() if len(of_site) == 1}
+
+
+def cast_in_steps(sites: Mapping[str, nn.Linear]) -> set[str]:
+    """Those whose weights their optimizer casts as it steps them, which it does for no weight of two sites."""
+    weights = {name: site._parameters.get("weight") for name, site in sites.items()}
+    readers = Counter(map(id, weights.values()))
+    return {
+        name for name, weight in weights.items() if weight is not None and readers[id(weight)] == 1 and is_cast_in_step(weight)
+    }
 
 
 def merged(flows: Sequence[FoundBlocks]) -> FoundBlocks:

@@ -27,7 +27,7 @@ from loka.numerics.formats import format_of
 from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
 from loka.probe.exact import exact_products
-from loka.probe.facts import blocks_of, merged, producers_of, why_stays
+from loka.probe.facts import blocks_of, cast_in_steps, merged, producers_of, why_stays
 from loka.probe.findings.contract import find_all
 from loka.probe.site_learning import CALLS_LEFT_OUT, SiteLearning
 from loka.probe.statistics.contract import Rows
@@ -170,7 +170,7 @@ class Probe:
             )
         self._learn_all()
         found = merged(self._found or [find_blocks(self._model)])
-        producers, passed = producers_of(found), passed_by(self._model)
+        producers, passed, cast_in_step = producers_of(found), passed_by(self._model), cast_in_steps(self._sites)
         dtype, inside_torch = self._dtype(), names_inside_torch(self._model)
         with _outside_autograd():
             sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
@@ -178,7 +178,8 @@ class Probe:
             was_called, is_inside = bool(site.calls), name in inside_torch
             stays = why_stays(self._sites[name], found.of(name), was_called=was_called, is_inside_torch=is_inside)
             stays = stays or self._why_apart(name, dtype)
-            sites[name] = dataclasses.replace(site, stays=stays, stays_serving=passed.get(name))
+            in_step = name in cast_in_step
+            sites[name] = dataclasses.replace(site, stays=stays, stays_serving=passed.get(name), cast_in_step=in_step)
         return Record(
             fingerprint=fingerprint((site.name, site.k, site.n, site.has_bias) for site in sites.values()),
             environment=current_environment(device_of(self._device)),

@@ -271,7 +271,7 @@ def test_a_training_step_is_timed_with_the_casts_of_its_weights(
 ) -> None:
     """Four passes, of which one is by the plan and one without it, and one of each before them."""
     seen: list[nn.Module] = []
-    monkeypatch.setattr("loka.dispatch.check.recast_after_step", seen.append)
+    monkeypatch.setattr("loka.dispatch.check.recast_after_step", lambda model, in_step: seen.append(model))
     check(plan_for(tower(), {"bottom": ROWWISE}, goal=goal), max_loss_change=1.0)
     assert len(seen) == casts
 
@@ -293,8 +293,15 @@ def test_a_slow_plan_of_many_sites_takes_few_rounds(monkeypatch: pytest.MonkeyPa
 def test_a_training_step_pays_for_the_casts_of_weights(goal: Goal, per_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
     casts = []
     monkeypatch.setattr(PlannedLinear, "recast_after_step", lambda self: casts.append(self))
-    check(plan_for(tower(), {"bottom": ROWWISE}, goal=goal), max_loss_change=1.0, repeats=4)
+    plan = plan_for(tower(), {"bottom": ROWWISE}, goal=goal)
+    check(plan, max_loss_change=1.0, repeats=4)
     assert len(casts) == (1 + 4) * per_pass  # high precision casts none
+    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: True)
+    check(plan, max_loss_change=1.0, repeats=4)
+    assert len(casts) == 2 * (1 + 4) * per_pass  # no step can make its casts
+    monkeypatch.setattr(PlannedLinear, "can_step", lambda self: True)
+    check(plan, max_loss_change=1.0, repeats=4)
+    assert len(casts) == 2 * (1 + 4) * per_pass
 
 
 def test_a_compiled_model_may_be_compiled_again_as_often_as_it_takes() -> None:

@@ -25,7 +25,7 @@ from loka.numerics import metrics
 WITHOUT_NORM = {"activation": "act", "activation_kind": "ReLU"}
 BEHIND = {"norm": "norm", "norm_kind": "BlockNorm", "activation": "act", "activation_kind": "Hardswish"}
 TIMED = (
-    *("input_cast", "training_cast", "forward", "training"),
+    *("input_cast", "training_cast", "forward", "training", "weight_cast"),
     *("baseline_forward", "baseline_training", "epilogue_forward", "epilogue_training"),
 )
 
@@ -60,8 +60,8 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     assert (block.kernel, block.norm, block.activation, block.why_not) == ("triton.block", behind.get("norm"), "act", None)
     assert {role: block.error[role]["relative_rms"].high < 1e-5 for role in Role} == dict.fromkeys(Role, True)
     assert tuple(calls) == TIMED
-    expected = {"input_cast_us": 10, "training_cast_us": 20, "forward_us": 20, "training_us": 20}
-    expected |= {"baseline_forward_us": 50, "baseline_training_us": 60, "epilogue_forward_us": 70, "epilogue_training_us": 80}
+    expected = {"input_cast_us": 10, "training_cast_us": 20, "forward_us": 20, "training_us": 20 + 50}
+    expected |= {"baseline_forward_us": 60, "baseline_training_us": 70, "epilogue_forward_us": 80, "epilogue_training_us": 90}
     assert {name: getattr(block, name) for name in expected} == {name: {32: us, 64: us} for name, us in expected.items()}
     calls.clear()
     blocks.survey(site, [32, 64])
@@ -91,9 +91,34 @@ def test_a_layer_with_nothing_behind_it_may_end_a_chain(monkeypatch: pytest.Monk
     assert blocks.survey(dataclasses.replace(site, producer="front", is_head=True), [32]) == ()
     (tail,) = blocks.survey(dataclasses.replace(site, producer="front"), [32])
     assert (tail.norm, tail.activation, tail.why_not) == (None, None, None)
-    assert tuple(timed) == TIMED[:6]
+    assert tuple(timed) == TIMED[:7]
     assert tail.epilogue_training_us == tail.epilogue_forward_us == {32: 0.0}
     assert all(0.03 < tail.error[role]["mere_floored"].mean < 0.1 for role in Role)  # healthy e4m3
+
+
+@pytest.mark.parametrize(("cast_in_step", "can_step"), [(True, True), (True, False), (False, True)])
+def test_a_cast_in_the_step_costs_what_it_adds_to_one(
+    cast_in_step: bool, can_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    ran: list[str] = []
+    monkeypatch.setattr(FusedBlock, "can_step", lambda self: can_step)
+    monkeypatch.setattr(FusedBlock, "step_and_recast", lambda self, adam: ran.append(f"step {tuple(adam.gradient.shape)}"))
+    monkeypatch.setattr(FusedBlock, "recast_after_step", lambda self: ran.append("behind"))
+    planted = {"training": 1000.0, "training_cast": 200.0, "weight_cast": 70.0, "step_without_cast": 60.0}
+
+    def times(candidates: dict[str, Callable[[int], object]], *_: Any, **__: Any) -> dict[str, Timing]:
+        for call in candidates.values():
+            call(0)
+        return {name: Timing(planted.get(name, 1.0), 0, 0, 1) for name in candidates}
+
+    monkeypatch.setattr("loka.measure.block.time_together", times)
+    site = site_record("a", weight(96, 64), **BEHIND, cast_in_step=cast_in_step)
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [32])
+    is_ours = cast_in_step and can_step
+    assert ran == ["step (96, 64)" if is_ours else "behind"]
+    assert block.training_us == {32: 800.0 + (10.0 if is_ours else 70.0)}
 
 
 def test_what_backward_misreads_is_the_most_of_any_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +150,7 @@ def test_a_norm_in_front_is_timed_into_fp8_and_compiled(needs: dict[str, bool], 
     names = ("entry_forward", "entry_training", "entry_baseline_forward", "entry_baseline_training")
     assert tuple(calls) == (*TIMED, *names)
     assert block.entry == "norm_in_front"
-    assert [getattr(block, f"{name}_us") for name in names] == [{32: 90}, {32: 100}, {32: 110}, {32: 120}]
+    assert [getattr(block, f"{name}_us") for name in names] == [{32: 100}, {32: 110}, {32: 120}, {32: 130}]
     codes, saved = calls["entry_forward"](0)
     expected = calls["entry_baseline_forward"](0)
     torch.testing.assert_close(codes.codes_MK.float() * codes.factor, expected, rtol=0.07, atol=0.02)

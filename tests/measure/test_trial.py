@@ -23,7 +23,7 @@ from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS, add_kernel
 from loka.kernels.operand import Form
 from loka.kernels.providers import triton as triton_provider
-from loka.kernels.triton import casts, gemm, recasts
+from loka.kernels.triton import adam, adam_kernels, casts, gemm, recasts
 from loka.measure import site_survey
 from loka.measure import trial as module
 from loka.measure.block import Blocks
@@ -63,9 +63,9 @@ def test_casts_that_two_kernels_share_are_compiled_too(monkeypatch: pytest.Monke
     assert "division" in (run(problem("reference.rowwise")).why_not or "")
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("has_bias", "cast_in_step"), [(False, True), (True, False)])
 def test_all_kernels_that_a_survey_launches_are_compiled_by_its_children(
-    has_bias: bool, monkeypatch: pytest.MonkeyPatch
+    has_bias: bool, cast_in_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what Triton compiles for. What a child leaves out the survey's own process compiles, while nothing else is done."""
     launched: set[object] = set()
@@ -94,21 +94,26 @@ def test_all_kernels_that_a_survey_launches_are_compiled_by_its_children(
             call(0)
         return dict.fromkeys(calls, 1.0)
 
-    for where in (casts, gemm, recasts):
+    for where in (adam, casts, gemm, recasts):
         monkeypatch.setattr(where, "launch", launch)
     monkeypatch.setattr(triton_provider, "missing_triton", lambda device: None)
     monkeypatch.setattr(site_survey, "measure_errors", measure_errors)
     monkeypatch.setattr(site_survey, "suggested_transforms", lambda *_: [Transform.CENTER, Transform.RESCALE])
     monkeypatch.setattr(Speeds, "_time_together", time_together)
-    cpu, site = torch.device("cpu"), site_record("layer", torch.randn(32, 64), calls={48: 1.0}, has_bias=has_bias)
+    cpu, site = (
+        torch.device("cpu"),
+        site_record("layer", torch.randn(32, 64), calls={48: 1.0}, has_bias=has_bias, cast_in_step=cast_in_step),
+    )
     names = ("torch.fp32", *(name for name in KERNELS.names() if name.startswith("triton.")))
     for trial in _kernel_trials(site, TimedShape.of(site, 48, Format.FP32), names, torch.device("cuda"), Speeds(cpu)):
         assert run(msgspec.structs.replace(trial, device="cpu")) == Answer()
     compiled = set(launched)
     launched.clear()
-    survey_site(site, Bench(names, Format.FP32, cpu, Speeds(cpu), Blocks(Format.FP32, cpu, "left out", {})))
-    assert launched
+    surveyed = survey_site(site, Bench(names, Format.FP32, cpu, Speeds(cpu), Blocks(Format.FP32, cpu, "left out", {})))
+    assert (str(adam_kernels.adam_cast_kernel) in {kernel for kernel, *_ in launched}) == cast_in_step
     assert launched <= compiled
+    in_step = {(cast.tensor, "tensorwise" in form) for cast in surveyed.casts if cast.in_step_us for form in cast.forms}
+    assert in_step == ({(TensorName.W, True)} if cast_in_step else set())
 
 
 class _Children:

@@ -14,6 +14,7 @@ from stepped import MAKERS, assert_current, block, casts, layer, learn, twins
 from torch import Tensor, nn
 
 import loka
+from loka.nn.adamw import is_cast_in_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
 
@@ -182,3 +183,24 @@ def test_captured_steps_are_those_of_eager(device: torch.device) -> None:
         for name, cast in casts(one).items():
             assert torch.equal(cast.view(torch.uint8), casts(other)[name].view(torch.uint8))
         assert_current(one)
+
+
+def test_it_is_known_whose_weights_are_cast_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loka.nn.adamw.WORTH_IT", 24 * 32)
+    model = {name: nn.Linear(32, 24) for name in ("large", "of_torch", "frozen", "lonely", "amsgrad")}
+    model |= {"small": nn.Linear(32, 23), "bf16": nn.Linear(32, 24, dtype=torch.bfloat16)}
+    weights = {name: layer.weight for name, layer in model.items()}
+    weights["frozen"].requires_grad_(False)
+    ours = [weights[name] for name in ("large", "frozen", "small", "bf16")]
+    optimizer = loka.AdamW([{"params": ours}, {"params": [weights["amsgrad"]], "amsgrad": True}], lr=0.1)
+    others = torch.optim.AdamW([weights["of_torch"]], lr=0.1)
+    assert [name for name, weight in weights.items() if is_cast_in_step(weight)] == ["large"]
+    assert not is_cast_in_step(weights["large"].detach())
+    again, copied = copy.deepcopy((weights["large"], optimizer))
+    assert is_cast_in_step(again)
+    copied.register_step_post_hook(lambda *_: None)
+    assert not is_cast_in_step(again)  # a hook may write what was cast
+    del optimizer, copied
+    gc.collect()
+    assert not any(map(is_cast_in_step, (again, *weights.values())))
+    assert others.param_groups

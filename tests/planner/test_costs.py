@@ -78,3 +78,34 @@ def test_a_weight_in_two_forms_costs_both_casts() -> None:
     roles = baseline({Role.FPROP: HIGH, Role.DGRAD: HIGH})
     own = SiteCosts(site("s", (*roles, OWN, dgrad), tuple(casts), calls=CALLS), Goal.TRAINING)
     assert own.step_us({Role.FPROP: OWN, Role.DGRAD: dgrad}) == 9 * (10 + 20) + (16 + 30) + 5 + 3
+
+
+@pytest.mark.parametrize(
+    ("fprop", "dgrad", "us"),
+    [
+        ("one", "oneᵀ", 1.0),  # both in the step
+        ("one", "row", 20.0 + 7.0),  # no step makes these two
+        ("one", "bf16ᵀ", 2.0 + 4.0),  # what is held is made in the step, and the copy in high precision is not
+        ("bf16", "bf16ᵀ", 4.0),  # whose transpose is a view
+        ("row", "row", 7.0),
+    ],
+)
+def test_casts_that_an_optimizer_makes_cost_what_they_add_to_its_step(fprop: str, dgrad: str, us: float) -> None:
+    free = dict.fromkeys(HIGH, 0.0)
+    casts = [
+        *(CastTime(tensor, (form,), free) for tensor in (TensorName.X, TensorName.DY) for form in ("one", "row", "bf16")),
+        CastTime(TensorName.W, ("one",), {64: 20.0}, in_step_us={64: 2.0}),
+        CastTime(TensorName.W, ("oneᵀ",), {64: 20.0}, in_step_us={64: 3.0}),
+        CastTime(TensorName.W, ("one", "oneᵀ"), {64: 30.0}, in_step_us={64: 1.0}),
+        CastTime(TensorName.W, ("row",), {64: 7.0}), CastTime(TensorName.W, ("bf16",), {64: 4.0}),
+        CastTime(TensorName.W, ("bf16ᵀ",), {64: 4.0}),
+    ]  # fmt: skip
+    of_x, of_dy = fprop, dgrad.removesuffix("ᵀ")
+    chosen = {
+        Role.FPROP: candidate("a", Role.FPROP, free, forms=(of_x, fprop)),
+        Role.DGRAD: candidate("a", Role.DGRAD, free, forms=(of_dy, dgrad)),
+    }
+    roles = baseline({Role.FPROP: HIGH, Role.DGRAD: HIGH})
+    for goal, expected in ((Goal.TRAINING, us), (Goal.SERVING, 0.0)):
+        own = SiteCosts(site("s", (*roles, *chosen.values()), tuple(casts), calls=CALLS), goal)
+        assert own.step_us({role: chosen[role] for role in own.roles}) == expected

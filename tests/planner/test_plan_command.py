@@ -8,7 +8,7 @@ from loka.cli import app
 from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan
-from loka.core.survey import Survey
+from loka.core.survey import SCHEMA, Survey
 from loka.planner.plan import make_plan
 
 
@@ -78,11 +78,16 @@ def test_without_a_survey_it_says_how_to_get_one(tmp_path: Path) -> None:
         run(f"plan {tmp_path}")
 
 
-def test_a_survey_from_before_norms_in_front_is_planned_from(surveyed: Path) -> None:
+@pytest.mark.parametrize("older", ["loka.survey/2", "loka.survey/3", "loka.survey/4"])
+def test_an_older_survey_is_planned_from(older: str, surveyed: Path) -> None:
     path = surveyed / "survey.json"
     now = make_plan(Survey.load(surveyed))
-    path.write_text(path.read_text().replace("loka.survey/4", "loka.survey/2"))
+    path.write_text(path.read_text().replace(SCHEMA, older))
     assert make_plan(Survey.load(surveyed)).document == now.document
-    path.write_text(path.read_text().replace("loka.survey/2", "loka.survey/1"))
+
+
+def test_a_survey_of_too_old_a_schema_is_told(surveyed: Path) -> None:
+    path = surveyed / "survey.json"
+    path.write_text(path.read_text().replace(SCHEMA, "loka.survey/1"))
     with pytest.raises(InvalidFile, match=r"older schema loka.survey/1.*make it again with `loka measure"):
         Survey.load(surveyed)

@@ -436,3 +436,17 @@ def test_idle_steps_never_wait_for_the_gpu(is_compiled: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert not probe._unlearned
     assert probe.record().step_us > 0
+
+
+def test_an_optimizer_that_casts_weights_in_its_steps_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loka.nn.adamw.WORTH_IT", 12 * 16)
+    model = nn.Sequential(nn.Linear(12, 16), nn.Linear(16, 4), nn.Linear(4, 48), nn.Linear(48, 48), nn.Linear(48, 48))
+    model[4].weight = model[3].weight
+    others = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    optimizer = loka.AdamW([*model[:2].parameters(), model[3].weight], lr=0.1)
+    record = probe_steps(model, lambda model: model(torch.randn(32, 12)).sum())
+    assert [name for name, site in record.sites.items() if site.cast_in_step] == ["0"]
+    assert Record.load(record.save(tmp_path)).sites["0"].cast_in_step
+    del optimizer, others
+    record = probe_steps(model, lambda model: model(torch.randn(32, 12)).sum())
+    assert not any(site.cast_in_step for site in record.sites.values())

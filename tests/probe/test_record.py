@@ -213,11 +213,13 @@ def test_a_file_from_before_norms_in_front_is_read(record: Record, tmp_path: Pat
         fields = msgspec.json.decode(file.metadata()["document"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for site in fields["sites"]:
-        site.pop("entry", None)
-        site.pop("entry_block", None)
+        for newer in ("entry", "entry_block", "cast_in_step"):
+            site.pop(newer, None)
     save_file(tensors, path, metadata={"document": msgspec.json.encode(fields | {"schema": "loka.record/2"}).decode()})
     older = Record.load(path)
-    assert {name: site.entry for name, site in older.sites.items()} == dict.fromkeys(record.sites)
+    assert {name: (site.entry, site.cast_in_step) for name, site in older.sites.items()} == dict.fromkeys(
+        record.sites, (None, False)
+    )
     assert [site.producer for site in older.sites.values()] == [site.producer for site in record.sites.values()]
 
 

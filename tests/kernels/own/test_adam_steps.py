@@ -1,0 +1,77 @@
+"""What ``measure`` times of casts in a step: both ways make the same step of Adam, and leave the weight where it is."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from loka.core.gemm import SiteShape
+from loka.core.recipe import Format, Scaling
+from loka.kernels.operand import Form, OperandSpec
+from loka.measure.adam_steps import AdamSteps
+from loka.measure.parts import SiteParts, SiteTensors
+from loka.measure.speed import NO_CAST, Speeds, TimedShape
+
+ONE, ROWS = (OperandSpec(Format.E4M3, scaling, contraction_multiple=16) for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE))
+PLAIN, TRANS = (Form(ONE, transposed) for transposed in (False, True))
+
+
+@pytest.fixture
+def parts(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> SiteParts:
+    if where.type == "cpu":
+        monkeypatch.setattr("loka.kernels.providers.triton.missing_triton", lambda device: None)
+    return SiteParts(SiteTensors.random(SiteShape(32, 48, 64), torch.float32, where, copies=2))
+
+
+@pytest.mark.parametrize("forms", [(PLAIN,), (TRANS,), (PLAIN, TRANS)])
+def test_steps_are_torchs_and_casts_those_of_the_weight(forms: tuple[Form, ...], parts: SiteParts) -> None:
+    assert parts.can_step(forms)
+    weights, theirs = [weight_NK.clone() for weight_NK in parts.tensors.weights], AdamSteps(parts.tensors.weights[0], 2)
+    for turn in range(2):
+        for one, other in zip(parts._adam.of(turn), theirs.of(turn), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                other.copy_(one)
+    for turn in range(3):  # the third is the first weight's again
+        parts.step(forms, turn)
+    for turn in (0, 1, 2):  # torch steps both in the first turn, and in the third
+        theirs.by_torch(turn)
+    assert torch.equal(parts.tensors.weights[0], weights[0])
+    assert torch.equal(parts.tensors.weights[1], weights[1])
+    once, twice = theirs.of(1), theirs.of(0)
+    torch.testing.assert_close(parts._adam.of(0).average, twice.average, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(parts._adam.of(0).square, twice.square, rtol=1e-5, atol=1e-6)
+    beta = 0.9  # the second weight was stepped by torch once more than by ours
+    ours = parts._adam.of(1)
+    torch.testing.assert_close(beta * ours.average + (1 - beta) * ours.gradient, once.average, rtol=1e-5, atol=1e-6)
+
+
+def test_only_one_scale_for_all_is_cast_in_a_step(parts: SiteParts) -> None:
+    rows = Form(ROWS, False)
+    assert not parts.can_step((rows,))
+    assert not parts.can_step((PLAIN, Form(ROWS, True)))
+    assert not parts.can_step((Form(OperandSpec(Format.BF16), False),))
+
+
+def test_what_is_added_is_the_difference_to_a_step_without_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, rows = (PLAIN, TRANS), (Form(ROWS, False),)
+    planted = {NO_CAST: 100.0, (PLAIN,): 103.0, (TRANS,): "failed", both: 99.0}
+    asked: list[tuple[Form, ...]] = []
+
+    def time(self: Speeds, calls: dict[tuple[Form, ...], partial], shape: TimedShape) -> dict[tuple[Form, ...], float | str]:
+        asked.extend(calls)
+        return {forms: planted[forms] for forms in calls}
+
+    monkeypatch.setattr(Speeds, "_time", time)
+    monkeypatch.setattr(SiteParts, "can_step", lambda self, forms: forms != rows)
+    speeds, sets = Speeds(torch.device("cpu")), [(PLAIN,), (TRANS,), both, rows]
+    shape = TimedShape(SiteShape(16, 32, 32), Format.FP32, Format.FP32, has_bias=False, cast_in_step=True)
+    expected = {(PLAIN,): 3.0, both: 0.0}
+    assert speeds.in_step_us(sets, shape) == expected
+    assert asked == [NO_CAST, (PLAIN,), (TRANS,), both]
+    assert speeds.in_step_us([(PLAIN,), both], shape) == expected
+    assert len(asked) == 4  # equal shapes are timed once
+    behind = TimedShape(shape.shape, Format.FP32, Format.FP32, has_bias=False)
+    assert speeds.in_step_us(sets, behind) == {}
+    planted[NO_CAST] = "failed"
+    assert Speeds(torch.device("cpu")).in_step_us(sets, shape) == {}
