@@ -17,7 +17,7 @@ from loka.kernels.stepping import AdamStep
 from loka.kernels.triton.block import CODES_DTYPE, BlockOutputs, Wanted, block_forward, norm_forward
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.gradient import GradientCodes, block_gradient, norm_gradient
-from loka.kernels.triton.share import cast_by_rows, has_powers, rewriting_by_rows
+from loka.kernels.triton.share import cast_by_rows, rewriting_by_rows, steps_by_rows
 from loka.kernels.triton.tiles import NormBlocks, is_promoted
 from loka.nn.fused_spec import BlockSpec, NormSpec
 
@@ -90,7 +90,7 @@ def recasting_weight(weight_NK: Tensor, held: WeightCodes, adam: AdamStep | None
 
 
 def steps_too(weight_NK: Tensor) -> bool:
-    return has_powers(weight_NK.shape[1])
+    return steps_by_rows(weight_NK.shape[1])
 
 
 def cast_input(x_MK: Tensor, *, transposed: bool) -> InputCodes:

@@ -55,10 +55,12 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "largest_kernel": Kind.CAST,
     "over_strips_kernel": Kind.CAST,
     "remember_kernel": Kind.CAST,
+    "rescale_rows_kernel": Kind.CAST,
+    "retranspose_kernel": Kind.CAST,
     "rowwise_kernel": Kind.CAST,
     "share_scales_kernel": Kind.CAST,
     "adam_cast_kernel": Kind.OPTIMIZER,  # and the casts of what it steps
-    "adam_rowwise_kernel": Kind.OPTIMIZER,
+    "adam_by_rows_kernel": Kind.OPTIMIZER,
     "sum_parts_kernel": Kind.EMBEDDING,
     "step_rows_kernel": Kind.EMBEDDING,
     "add_splits_kernel": Kind.GEMM,

@@ -66,7 +66,7 @@ def test_kernels_of_a_compiled_step_are_sorted_by_name_and_by_who_launched_them(
         ("amax_kernel", AFTER_A_STEP, Kind.CAST),
         ("remember_kernel", AFTER_A_STEP, Kind.CAST),
         ("adam_cast_kernel", (), Kind.OPTIMIZER),
-        ("adam_rowwise_kernel", AFTER_A_STEP, Kind.OPTIMIZER),
+        ("adam_by_rows_kernel", AFTER_A_STEP, Kind.OPTIMIZER),
         ("rowwise_kernel", ("loka::cast_e4m3", "CompiledFunctionBackward"), Kind.CAST),
         ("rowwise_kernel", ("loka::cast_int8_rows", *COMPILED), Kind.CAST),
         ("Memset (Device)", ("aten::zero_", "aten::new_zeros", "loka::cast_e4m3", *COMPILED), Kind.CAST),  # room for amaxes
@@ -112,7 +112,7 @@ def test_every_kernel_and_operator_of_ours_has_a_kind():
     assert {"cast_kernel", "gemm_kernel", "block_forward_kernel", "loka::cast_e4m3"} <= ours
     # One that is not known by its name is sorted by who launched it, and one that nobody did is none's.
     steps = {name for name in ours if kind_of(TimedKernel(name, AFTER_A_STEP, 1.0), compiled=True) is Kind.OPTIMIZER}
-    assert steps == {"adam_cast_kernel", "adam_rowwise_kernel"}
+    assert steps == {"adam_cast_kernel", "adam_by_rows_kernel"}
     assert {name for name in ours if kind_of(TimedKernel(name, (), 1.0), compiled=True) is Kind.REST} == set()
 
 

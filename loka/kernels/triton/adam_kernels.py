@@ -6,11 +6,15 @@ Axes:  R rows,  C columns of the weight. Weight, gradient and both averages are 
 import triton
 import triton.language as tl
 
-from loka.kernels.triton.cast_kernels import store_plain, write_tile
+from loka.kernels.triton.cast_kernels import load_tile, store_plain, write_tile
 from loka.kernels.triton.codes import (
     inverse_of_power,
+    largest_of,
+    let_next_kernel_start,
     magnitude,
     power_scale_of,
+    to_e4m3,
+    to_e4m3_words,
     wait_for_kernels_before,
 )
 
@@ -105,29 +109,101 @@ def adam_cast_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def adam_rowwise_kernel(
+@triton.jit(do_not_specialize=["tiles_across"])
+def adam_by_rows_kernel(
     weight_ptr, gradient_ptr, average_ptr, square_ptr, step_ptr, settings_ptr, found_inf_ptr,
-    codes_ptr, scale_ptr, rows, cols, padded_rows, padded_cols,
+    codes_ptr, scale_ptr, words_ptr, one_scale_ptr, amax_ptr, used_ptr,
+    rows, cols, padded_rows, padded_cols, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, FOUND_INF: tl.constexpr,
 ):  # fmt: skip
-    """Rows, COLS at a time, stepped; then, while they are in the cache, written with a power of two for each row."""
+    """A tile a program, stepped, and written by the scales that are there: as it lies by those of its rows, transposed by the
+    one for all, which is noted as the one that was used. So are the amaxes of its part of each row (tiles across × rows)."""
     wait_for_kernels_before()
     terms = _terms(step_ptr, settings_ptr)
+    tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
+    quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)
+    col = tile_C * COLS + tl.arange(0, COLS)
+    x0 = _step_tile(
+        weight_ptr, gradient_ptr, average_ptr, square_ptr, found_inf_ptr, terms, 4 * quad, col, rows, cols, FOUND_INF
+    )  # fmt: skip
+    x1 = _step_tile(
+        weight_ptr, gradient_ptr, average_ptr, square_ptr, found_inf_ptr, terms, 4 * quad + 1, col, rows, cols, FOUND_INF
+    )  # fmt: skip
+    x2 = _step_tile(
+        weight_ptr, gradient_ptr, average_ptr, square_ptr, found_inf_ptr, terms, 4 * quad + 2, col, rows, cols, FOUND_INF
+    )  # fmt: skip
+    x3 = _step_tile(
+        weight_ptr, gradient_ptr, average_ptr, square_ptr, found_inf_ptr, terms, 4 * quad + 3, col, rows, cols, FOUND_INF
+    )  # fmt: skip
+    one_bits = tl.load(one_scale_ptr).to(tl.int32, bitcast=True)
+    if tl.program_id(0) == 0:
+        tl.store(used_ptr, one_bits)
+    _store_transposed(x0, x1, x2, x3, one_bits, quad, col, words_ptr, cols, padded_rows)
+    for j in tl.static_range(4):
+        x_QC = x0 if j == 0 else x1 if j == 1 else x2 if j == 2 else x3
+        row = 4 * quad + j
+        bits_Q = tl.load(scale_ptr + row, mask=row < rows, other=0.0).to(tl.int32, bitcast=True)
+        store_plain(x_QC * inverse_of_power(bits_Q)[:, None], row, col, codes_ptr, rows, padded_cols)
+        tl.store(amax_ptr + tile_C.to(tl.int64) * rows + row, tl.max(magnitude(x_QC), axis=1), mask=row < rows)
+
+
+@triton.jit
+def _store_transposed(x0, x1, x2, x3, one_bits, quad, col, words_ptr, cols, padded_rows):
+    """Four tiles of every fourth row by one power of two for all: four codes of a column are one word."""
+    inverse = inverse_of_power(one_bits)
+    words_QC = to_e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
+    words = tl.multiple_of(padded_rows // 4, 4)
+    inside = (col < cols)[:, None] & (quad < words)[None, :]
+    tl.store(words_ptr + col.to(tl.int64)[:, None] * words + quad[None, :], tl.trans(words_QC), mask=inside)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def rescale_rows_kernel(
+    weight_ptr, codes_ptr, scale_ptr, amax_ptr, largest_ptr, rows, cols, padded_cols, parts,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Rows whose power of two is another by their ``parts`` amaxes, written again; and the largest power of a program's."""
+    let_next_kernel_start()
+    wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    amax_RC = tl.zeros((ROWS, COLS), tl.int32)
-    for first in range(0, cols, COLS):
-        x_RC = _step_tile(
-            weight_ptr, gradient_ptr, average_ptr, square_ptr, found_inf_ptr, terms,
-            row, first + tl.arange(0, COLS), rows, cols, FOUND_INF,
-        )  # fmt: skip
-        amax_RC = tl.maximum(amax_RC, magnitude(x_RC))
-    scale_bits_R = power_scale_of(tl.max(amax_RC, axis=1))
-    inverse_R = inverse_of_power(scale_bits_R)
-    tl.debug_barrier()  # behind it, what other threads of the program have written is there
-    for first in range(0, padded_cols, COLS):
-        col = first + tl.arange(0, COLS)
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        x_RC = tl.load(weight_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], mask=inside, other=0.0)
-        store_plain(x_RC * inverse_R[:, None], row, col, codes_ptr, padded_rows, padded_cols)
-    tl.store(scale_ptr + row, scale_bits_R.to(tl.float32, bitcast=True), mask=row < padded_rows)
+    amax_PR = tl.zeros((PARTS, ROWS), tl.int32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        inside = (part < parts)[:, None] & (row < rows)[None, :]
+        place = amax_ptr + part.to(tl.int64)[:, None] * rows + row[None, :]
+        amax_PR = tl.maximum(amax_PR, tl.load(place, mask=inside, other=0))
+    new_R = power_scale_of(tl.max(amax_PR, axis=0))
+    old_R = tl.load(scale_ptr + row, mask=row < rows, other=0.0).to(tl.int32, bitcast=True)
+    tl.store(largest_ptr + tl.program_id(0), tl.max(tl.where(row < rows, new_R, 0), axis=0))
+    is_other_R = (row < rows) & (new_R != old_R)
+    if tl.max(is_other_R.to(tl.int32), axis=0) > 0:
+        for first in range(0, padded_cols, COLS):
+            col = first + tl.arange(0, COLS)
+            read = is_other_R[:, None] & (col < cols)[None, :]
+            x_RC = tl.load(weight_ptr + row.to(tl.int64)[:, None] * cols + col[None, :], mask=read, other=0.0)
+            place = codes_ptr + row.to(tl.int64)[:, None] * padded_cols + col[None, :]
+            codes_RC = to_e4m3(x_RC * inverse_of_power(new_R)[:, None])
+            tl.store(place, codes_RC, mask=is_other_R[:, None] & (col < padded_cols)[None, :])
+        tl.store(scale_ptr + row, new_R.to(tl.float32, bitcast=True), mask=is_other_R)
+
+
+@triton.jit(do_not_specialize=["largests", "tiles", "tiles_across"])
+def retranspose_kernel(
+    weight_ptr, words_ptr, one_scale_ptr, used_ptr, largest_ptr, largests, rows, cols, padded_rows, tiles, tiles_across,
+    ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The transpose again, if the largest power of all rows is not the one that was used; few programs, to find that out."""
+    wait_for_kernels_before()
+    one_bits = largest_of(largest_ptr, largests, AT_ONCE)
+    if one_bits == tl.load(used_ptr):
+        return
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=1):
+        quad = tile // tiles_across * (ROWS // 4) + tl.arange(0, ROWS // 4)
+        col = tile % tiles_across * COLS + tl.arange(0, COLS)
+        x0 = load_tile(weight_ptr, 4 * quad, col, rows, cols, cols)
+        x1 = load_tile(weight_ptr, 4 * quad + 1, col, rows, cols, cols)
+        x2 = load_tile(weight_ptr, 4 * quad + 2, col, rows, cols, cols)
+        x3 = load_tile(weight_ptr, 4 * quad + 3, col, rows, cols, cols)
+        _store_transposed(x0, x1, x2, x3, one_bits, quad, col, words_ptr, cols, padded_rows)
+    if tl.program_id(0) == 0:
+        tl.store(one_scale_ptr, one_bits.to(tl.float32, bitcast=True))

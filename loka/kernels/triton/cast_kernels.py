@@ -33,7 +33,7 @@ LARGEST = tl.constexpr(1.5e38)  # that can be doubled
 
 
 @triton.jit
-def _load_tile(x_ptr, row, col, rows, cols, row_stride):
+def load_tile(x_ptr, row, col, rows, cols, row_stride):
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     return tl.load(x_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0.0)
 
@@ -62,7 +62,7 @@ def amax_kernel(
     amax = tl.zeros((COLS,), tl.int32) if OF_COLS else tl.zeros((ROWS, COLS), tl.int32)
     for tile in tl.range(1 if ONE_TILE else tiles_down, num_stages=3):
         row = (tile * row_strips + row_strip) * ROWS + tl.arange(0, ROWS)
-        bits_RC = magnitude(_load_tile(x_ptr, row, col, rows, cols, row_stride))
+        bits_RC = magnitude(load_tile(x_ptr, row, col, rows, cols, row_stride))
         if OF_ROWS:
             tl.store(row_amax_ptr + col_strip.to(tl.int64) * rows + row, tl.max(bits_RC, axis=1), mask=row < rows)
         amax = tl.maximum(amax, tl.max(bits_RC, axis=0) if OF_COLS else bits_RC)
@@ -137,10 +137,10 @@ def _cast_tile(
     """One tile, read once, as four tiles of every fourth row. WAIT: amaxes are there after waiting, the tile before."""
     quad = tile // tiles_across * (ROWS // 4) + tl.arange(0, ROWS // 4)
     col = tile % tiles_across * COLS + tl.arange(0, COLS)
-    x0 = _load_tile(x_ptr, 4 * quad, col, rows, cols, row_stride)
-    x1 = _load_tile(x_ptr, 4 * quad + 1, col, rows, cols, row_stride)
-    x2 = _load_tile(x_ptr, 4 * quad + 2, col, rows, cols, row_stride)
-    x3 = _load_tile(x_ptr, 4 * quad + 3, col, rows, cols, row_stride)
+    x0 = load_tile(x_ptr, 4 * quad, col, rows, cols, row_stride)
+    x1 = load_tile(x_ptr, 4 * quad + 1, col, rows, cols, row_stride)
+    x2 = load_tile(x_ptr, 4 * quad + 2, col, rows, cols, row_stride)
+    x3 = load_tile(x_ptr, 4 * quad + 3, col, rows, cols, row_stride)
     if WAIT:
         wait_for_kernels_before()
     write_tile(
@@ -271,7 +271,7 @@ def rowwise_kernel(
     wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
-    x_RC = _load_tile(x_ptr, row, col, rows, cols, row_stride)
+    x_RC = load_tile(x_ptr, row, col, rows, cols, row_stride)
     LARGEST_CODE: tl.constexpr = INT8_MAX if codes_ptr.dtype.element_ty == tl.int8 else E4M3_MAX
     amax_R = tl.max(magnitude(x_RC), axis=1)
     if NOTED:

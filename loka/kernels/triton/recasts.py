@@ -9,7 +9,7 @@ from torch import Tensor
 
 from loka.core.recipe import Scaling
 from loka.kernels.stepping import AdamStep
-from loka.kernels.triton.adam import launch_adam_cast
+from loka.kernels.triton.adam import launch_adam_cast, pays_in_step
 from loka.kernels.triton.casts import (
     FEW_AMAXES,
     NOT_WRITTEN,
@@ -49,7 +49,9 @@ def remembered(x: Tensor, plain: Target, trans: Target) -> int:
 
 
 def can_step(x: Tensor, plain: Target, trans: Target) -> bool:
-    """Whether ``rewriting`` can make a step of Adam on the way: if all scales there are are one for all."""
+    """Whether ``rewriting`` makes a step of Adam on the way: if all scales there are are one for all, and it pays."""
+    if not pays_in_step(x.shape[1]):
+        return False
     return remembered(x, plain, trans) > 0 and {plain.scaling, trans.scaling} <= {Scaling.TENSORWISE, NOT_WRITTEN}
 
 

@@ -14,7 +14,7 @@ from loka.core.recipe import Scaling
 from loka.kernels.operand import padded_size
 from loka.kernels.ops import fake_of, op
 from loka.kernels.stepping import AdamStep
-from loka.kernels.triton.adam import launch_adam_rowwise
+from loka.kernels.triton.adam import launch_adam_by_rows, pays_in_step
 from loka.kernels.triton.casts import (
     AMAXES_AT_ONCE,
     WIDEST_ROW,
@@ -100,14 +100,17 @@ def rewriting_by_rows(
         return rewriting(x, *_targets(x, transposed=True), codes)
 
     def write() -> None:
-        _write_by_rows(x, codes, adam)
+        if adam is None:
+            _write_by_rows(x, codes)
+        else:
+            launch_adam_by_rows(x, codes, adam)
         tell_autograd(written(x, codes, adam))
 
     return repeating(write, x, written(x, codes, adam))
 
 
 @on_its_gpu
-def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], adam: AdamStep | None = None) -> None:
+def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     codes_RC, scale_R, codes_CR, scale = codes
     plain, trans = _targets(x, transposed=codes_CR.numel() > 0)
     if not has_powers(x.shape[1]):
@@ -115,10 +118,7 @@ def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], adam
         return
     x = x if x.stride(1) == 1 else x.contiguous()
     scale_bits = scale_R.view(torch.int32).reshape(1, -1)
-    if adam is None:
-        launch_rowwise(x, plain, codes_RC, scale_R, scale_bits[:, :0], power=True)
-    else:
-        launch_adam_rowwise(x, plain, codes_RC, scale_R, adam)
+    launch_rowwise(x, plain, codes_RC, scale_R, scale_bits[:, :0], power=True)
     if codes_CR.numel() > 0:
         made = ScaledCodes(codes_RC, scale_bits, scale_bits[0])
         columns, nothing = Columns.of(x.shape[1], None, SHARED_TILE[1]), scale_R[:0]
@@ -129,6 +129,11 @@ def has_powers(cols: int) -> bool:
     """Whether ``cast_by_rows`` scales rows of so many values by powers of two. Else scales are those of ``cast_matrix``, which
     reads the matrix again for its transpose."""
     return POWERS_FROM <= cols <= WIDEST_ROW
+
+
+def steps_by_rows(cols: int) -> bool:
+    """Whether ``rewriting_by_rows`` makes a step of Adam on the way."""
+    return has_powers(cols) and pays_in_step(cols)
 
 
 def _targets(x: Tensor, transposed: bool) -> tuple[Target, Target]:

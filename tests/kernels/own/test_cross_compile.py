@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cross_compile import halved_pairs
 
-from loka.kernels.triton.adam import ADAM_TILE, adam_row_tile
+from loka.kernels.triton.adam import ADAM_TILE, AMAXES_OF_ROW, RESCALED
 from loka.kernels.triton.casts import AMAXES_AT_ONCE, LARGEST_AT_ONCE, STRIPS_AT_ONCE, amax_tile, cast_tile
 from loka.kernels.triton.recasts import SEEN_PLACES
 from loka.kernels.triton.tiles import (
@@ -127,10 +127,30 @@ def step_rows_case(width: int) -> dict[str, Any]:
     return row_case("step_rows_kernel", width, *pointers, others=others, AT_ONCE=PARTS_AT_ONCE, FOUND_INF=True)
 
 
-def adam_rowwise_case(cols: int) -> dict[str, Any]:
-    sizes = integers("rows", "cols", "padded_rows", "padded_cols")
-    arguments = {"codes_ptr": FP8, "scale_ptr": FP32, **sizes}
-    return adam_case("adam_rowwise_kernel", *adam_row_tile(cols), 8, arguments=arguments)
+BY_ROWS = {"codes_ptr": FP8, "scale_ptr": FP32}
+
+
+def adam_by_rows_case(*, found_inf: bool = True) -> dict[str, Any]:
+    arguments = {
+        **BY_ROWS, "words_ptr": INT32, "one_scale_ptr": FP32, "amax_ptr": INT32, "used_ptr": INT32,
+        **integers("rows", "cols", "padded_rows", "padded_cols", "tiles_across"),
+    }  # fmt: skip
+    return adam_case("adam_by_rows_kernel", *ADAM_TILE, found_inf=found_inf, arguments=arguments)
+
+
+def rescale_rows_case() -> dict[str, Any]:
+    sizes = integers("rows", "cols", "padded_cols", "parts")
+    return {"module": "adam_kernels", "kernel": "rescale_rows_kernel", "stages": 3, "warps": RESCALED.warps,
+            "arguments": {**BY_ROWS, "weight_ptr": FP32, "amax_ptr": INT32, "largest_ptr": INT32, **sizes},
+            "constants": {"ROWS": RESCALED.rows, "COLS": RESCALED.cols, "PARTS": AMAXES_OF_ROW}}  # fmt: skip
+
+
+def retranspose_case() -> dict[str, Any]:
+    pointers = {"weight_ptr": FP32, "words_ptr": INT32, "one_scale_ptr": FP32, "used_ptr": INT32, "largest_ptr": INT32}
+    sizes = integers("largests", "rows", "cols", "padded_rows", "tiles", "tiles_across")
+    return {"module": "adam_kernels", "kernel": "retranspose_kernel", "stages": 3, "warps": ADAM_TILE.warps,
+            "arguments": {**pointers, **sizes},
+            "constants": {"ROWS": ADAM_TILE.rows, "COLS": ADAM_TILE.cols, "AT_ONCE": 512}}  # fmt: skip
 
 
 def amax_case(cols: int, *, one_tile: bool, x: str = BF16, of_cols: bool = True) -> dict[str, Any]:
@@ -278,8 +298,10 @@ CASES = {
     "cast narrow rows by powers of two": rowwise_case(16, 256, power=True),
     "step of Adam, cast tensorwise both": adam_cast_case(),
     "step of Adam, cast tensorwise both, no infinity looked for": adam_cast_case(found_inf=False),
-    "step of Adam, cast wide rows": adam_rowwise_case(16384),
-    "step of Adam, cast narrow rows": adam_rowwise_case(512),
+    "step of Adam, cast by rows": adam_by_rows_case(),
+    "step of Adam, cast by rows, no infinity looked for": adam_by_rows_case(found_inf=False),
+    "rows given other powers": rescale_rows_case(),
+    "transposed by another power": retranspose_case(),
     "embedding gradients summed": sum_parts_case(128),
     "embedding gradients summed, wide": sum_parts_case(WIDEST_ROW),
     "embedding rows stepped": step_rows_case(128),
