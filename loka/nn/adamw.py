@@ -11,8 +11,8 @@ from loka.kernels.stepping import AdamStep, settings_of
 from loka.nn.weight_casts import HoldsWeightCasts, only_holders
 
 # Values of a weight. Below, launching a step of its own takes longer than the read it saves. On an H200 step and casts took
-# 0.86 of the time for weights of 1024×1024 and 0.80 for 4096×4096 (layers, 2026-11-17, by benchmarks/adamw.py); for 512×512
-# 1.36 times, in a run of the same day that is not kept.
+# 0.87 of the time for weights of 1024×1024 and 0.80 for 4096×4096 (layers, 2026-11-18, by benchmarks/adamw.py); for 512×512
+# 1.36 times, in a run of the day before that is not kept.
 WORTH_IT = 2**20
 
 _optimizers: "weakref.WeakSet[AdamW]" = weakref.WeakSet()
