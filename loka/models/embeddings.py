@@ -7,11 +7,11 @@ N = F + G·S + L ids of an example,  P features that come out.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput
 from loka.data.batch import PADDING, Batch, FeatureSchema
+from loka.models.bags import sum_bags
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Embeddings(nn.Module):
     ``features_BPE`` holds the one-hot features, then each bag's mean over its ids (zero for an empty bag). The sequence is one
     more bag, unless ``keep_sequence``: then ``sequence_BLE`` (zero at padding) and ``valid_BL`` follow.
 
-    Features share one table, each with its own rows, so that a batch is one ``embedding_bag`` forward, to which a one-hot
+    Features share one table, each with its own rows, so that a batch is one sum over bags forward, to which a one-hot
     feature is a bag of one, and one sparse COO gradient backward whose cost goes by the ids in the batch. Padding reads the
     feature's first row and is weighted by zero: skipping it instead would have the GPU wait for the host. On the CPU an id out
     of range is an error; on a GPU, where checking would wait too, it reads another feature's row: check data on the CPU once.
@@ -84,17 +84,8 @@ class Embeddings(nn.Module):
         if ids_BN.device.type == "cpu":
             self._check_ids(ids_BN)
         valid_BN = ids_BN != PADDING
-        n_examples, n_ids = ids_BN.shape
-        first_BP = torch.arange(n_examples, device=ids_BN.device).unsqueeze(1) * n_ids + self.first_P
-        means = F.embedding_bag(
-            (ids_BN.clamp(min=0) + self.offset_N).flatten(),
-            self.table,
-            first_BP.flatten(),
-            mode="sum",
-            sparse=True,
-            per_sample_weights=self._weights(valid_BN).flatten().to(self.table.dtype),
-        )
-        means_BPE = means.view(*first_BP.shape, self.dim)
+        n_ids = ids_BN.shape[1]
+        means_BPE = sum_bags(self.table, ids_BN.clamp(min=0) + self.offset_N, self._weights(valid_BN), self.first_P)
         if not self.keep_sequence:
             return (means_BPE,)
         features_BPE, sequence_BLE = means_BPE.split((self.n_features, self.schema.sequence_length), dim=1)

@@ -18,7 +18,7 @@ from loka.kernels.triton.launch import launch, on_its_gpu
 from loka.kernels.triton.tiles import power_of_two
 from loka.nn.adamw import AdamW
 
-IDS_OF_PART = 32
+IDS_OF_PART = 32  # and parts of a block
 PARTS_AT_ONCE = 16
 WIDEST_ROW = 512
 
@@ -97,11 +97,16 @@ def step_rows(
     gradient_KE = gradient_KE.contiguous()
     (count, width), parts_KE = gradient_KE.shape, torch.empty_like(gradient_KE, dtype=torch.float32)
     room = max(16, power_of_two(width))
-    warps = 4 if room <= 128 else 8
+    warps = max(1, room // 128)
     launch(
-        kernels.sum_parts_kernel, (count, 1, 1), sorted_K, order_K, gradient_KE, parts_KE, count, width,
-        S=IDS_OF_PART, E=room, num_warps=warps,
+        kernels.sum_parts_kernel, (-(-count // IDS_OF_PART), 1, 1), sorted_K, order_K, gradient_KE, parts_KE, count, width,
+        S=IDS_OF_PART, E=room, num_warps=1,
     )  # fmt: skip
+    if blocks := count // IDS_OF_PART**2:
+        launch(
+            kernels.sum_blocks_kernel, (blocks, 1, 1), sorted_K, parts_KE, width,
+            S=IDS_OF_PART, E=room, AT_ONCE=PARTS_AT_ONCE, num_warps=warps,
+        )  # fmt: skip
     launch(
         kernels.step_rows_kernel, (count, 1, 1), sorted_K, parts_KE, table_RE, sum_R,
         sum_R if found_inf is None else found_inf, float(lr), float(eps), count, width,

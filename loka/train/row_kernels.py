@@ -2,9 +2,9 @@
 
 Axes:  K ids of a batch, sorted,  E width of an embedding,  S ids that one program sums.
 
-Ids of a batch are few and far from equally frequent: one may be a thousandth of them, another a fifth. So an id's gradients are
-summed in parts, and parts end at every S-th place; its row is stepped by one program, from its parts. The order of all sums is
-that of the ids.
+Ids of a batch are few and far from equally frequent: one may be a thousandth of them, another a quarter. So an id's gradients
+are summed in parts, which end at every S-th place; where S parts, a block, are of one id, and not its first, in one more; and
+its row is stepped by one program, from these. The order of all sums is that of the ids.
 """
 
 import triton
@@ -15,22 +15,57 @@ from loka.kernels.triton.codes import wait_for_kernels_before
 
 @triton.jit
 def sum_parts_kernel(rows_ptr, order_ptr, gradient_ptr, part_ptr, count, width, S: tl.constexpr, E: tl.constexpr):
-    """The part that begins at the program's place, if one does, is written there."""
+    """The parts of S places, each written at the place where it begins."""
     wait_for_kernels_before()
-    first = tl.program_id(0)
-    row = tl.load(rows_ptr + first)
-    before = tl.load(rows_ptr + first - 1, mask=first > 0, other=-1)
-    if (row != before) | (first % S == 0):
-        place = first // S * S + tl.arange(0, S)
-        inside = (place >= first) & (place < count)
-        equal = inside & (tl.load(rows_ptr + place, mask=inside, other=-1) == row)
-        index_S = tl.load(order_ptr + place, mask=equal, other=0)
-        col = tl.arange(0, E)
-        gradient_SE = tl.load(
-            gradient_ptr + index_S[:, None] * width + col[None, :], mask=equal[:, None] & (col < width)[None, :], other=0.0
+    begin, col = tl.program_id(0).to(tl.int64) * S, tl.arange(0, E)
+    first, row = begin, tl.load(rows_ptr + begin)
+    part_E = tl.zeros((E,), tl.float32)
+    for place in range(begin, tl.minimum(begin + S, count)):
+        next_row, index = tl.load(rows_ptr + place), tl.load(order_ptr + place)
+        gradient_E = tl.load(gradient_ptr + index * width + col, mask=col < width, other=0.0).to(tl.float32)
+        if next_row != row:
+            tl.store(part_ptr + first * width + col, part_E, mask=col < width)
+            first, row = place, next_row
+            part_E = gradient_E
+        else:
+            part_E += gradient_E
+    tl.store(part_ptr + first * width + col, part_E, mask=col < width)
+
+
+@triton.jit
+def _sum_of(
+    rows_ptr, part_ptr, row, begin, end, width, STEP: tl.constexpr, WHOLE: tl.constexpr, E: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Of what begins at ``begin`` and every STEP places behind it, before ``end``, as long as it is of ``row`` (WHOLE: to its
+    last place): the sum, and how many there are."""
+    col, last = tl.arange(0, E), STEP - 1 if WHOLE else 0
+    sum_E, found = tl.zeros((E,), tl.float32), 0
+    more = begin < end
+    while more:
+        place = begin + STEP * (found + tl.arange(0, AT_ONCE)).to(tl.int64)
+        inside = place + last < end
+        equal = inside & (tl.load(rows_ptr + place + last, mask=inside, other=-1) == row)
+        part_AE = tl.load(
+            part_ptr + place[:, None] * width + col[None, :], mask=equal[:, None] & (col < width)[None, :], other=0.0
         )
-        part_E = tl.sum(gradient_SE.to(tl.float32), axis=0)
-        tl.store(part_ptr + first.to(tl.int64) * width + col, part_E, mask=col < width)
+        sum_E += tl.sum(part_AE, axis=0)
+        now = tl.sum(equal.to(tl.int32), axis=0)
+        found += now
+        more = (now == AT_ONCE) & (begin + STEP * found < end)
+    return sum_E, found
+
+
+@triton.jit
+def sum_blocks_kernel(rows_ptr, part_ptr, width, S: tl.constexpr, E: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The parts of a block that are all of one id, which began before: written at its first place, over the first of them."""
+    wait_for_kernels_before()
+    begin = tl.program_id(0).to(tl.int64) * S * S
+    row = tl.load(rows_ptr + begin)
+    before = tl.load(rows_ptr + begin - 1, mask=begin > 0, other=-1)
+    if (row == before) & (row == tl.load(rows_ptr + begin + S * S - 1)):
+        sum_E, _ = _sum_of(rows_ptr, part_ptr, row, begin, begin + S * S, width, S, False, E, AT_ONCE)
+        col = tl.arange(0, E)
+        tl.store(part_ptr + begin * width + col, sum_E, mask=col < width)
 
 
 @triton.jit
@@ -40,24 +75,21 @@ def step_rows_kernel(
 ):  # fmt: skip
     """The row whose ids begin at the program's place, if some do."""
     wait_for_kernels_before()
-    first = tl.program_id(0)
+    first = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + first)
     before = tl.load(rows_ptr + first - 1, mask=first > 0, other=-1)
     if row != before:
-        col = tl.arange(0, E)
-        gradient_E = tl.load(part_ptr + first.to(tl.int64) * width + col, mask=col < width, other=0.0)
-        begin = first // S * S + S  # of the next part
-        more = begin < count
-        while more:
-            place = begin + S * tl.arange(0, AT_ONCE)
-            equal = tl.load(rows_ptr + place, mask=place < count, other=-1) == row
-            part_AE = tl.load(
-                part_ptr + place.to(tl.int64)[:, None] * width + col[None, :],
-                mask=equal[:, None] & (col < width)[None, :], other=0.0,
-            )  # fmt: skip
-            gradient_E += tl.sum(part_AE, axis=0)
-            begin += S * AT_ONCE
-            more = (begin < count) & (tl.sum(equal.to(tl.int32), axis=0) == AT_ONCE)
+        col, end = tl.arange(0, E), tl.zeros((), tl.int64) + count
+        gradient_E = tl.load(part_ptr + first * width + col, mask=col < width, other=0.0)
+        begin = (first // S + 1) * S
+        block = tl.cdiv(begin, S * S) * S * S
+        parts_E, _ = _sum_of(rows_ptr, part_ptr, row, begin, tl.minimum(block, end), width, S, False, E, AT_ONCE)
+        gradient_E += parts_E
+        if tl.load(rows_ptr + block, mask=block < end, other=-1) == row:
+            blocks_E, blocks = _sum_of(rows_ptr, part_ptr, row, block, end, width, S * S, True, E, AT_ONCE)
+            begin = block + blocks * (S * S)
+            parts_E, _ = _sum_of(rows_ptr, part_ptr, row, begin, end, width, S, False, E, AT_ONCE)
+            gradient_E += blocks_E + parts_E
         if FOUND_INF:
             gradient_E = tl.where(tl.load(found_inf_ptr) != 0, 0.0, gradient_E)
         square = tl.load(sum_ptr + row) + tl.sum(gradient_E * gradient_E, axis=0) / width

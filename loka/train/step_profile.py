@@ -61,7 +61,10 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "share_scales_kernel": Kind.CAST,
     "adam_cast_kernel": Kind.OPTIMIZER,  # and the casts of what it steps
     "adam_by_rows_kernel": Kind.OPTIMIZER,
+    "sum_bags_kernel": Kind.EMBEDDING,
+    "bag_gradient_kernel": Kind.EMBEDDING,
     "sum_parts_kernel": Kind.EMBEDDING,
+    "sum_blocks_kernel": Kind.EMBEDDING,
     "step_rows_kernel": Kind.EMBEDDING,
     "add_splits_kernel": Kind.GEMM,
     "block_forward_kernel": Kind.GEMM,  # norm, activation and cast are its epilogue

@@ -77,11 +77,21 @@ def test_interpreted_rows(interpreter: torch.device, counts: list[int], width: i
     check(ids, len(counts) + 2, width, dtype, seed, interpreter)
 
 
-def test_an_id_of_more_parts_than_are_read_at_once(where: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [0, 3, 4, 15, 16, 17])
+def test_an_id_of_more_parts_and_blocks_than_are_read_at_once(
+    before: int, where: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 16 places, two parts or blocks at once; it begins and ends anywhere in them."""
     monkeypatch.setattr(optim, "IDS_OF_PART", 4)
     monkeypatch.setattr(optim, "PARTS_AT_ONCE", 2)
-    for hot in (7, 8, 9, 15, 16, 17, 40):
-        check(torch.tensor([0, 0, 0] + [1] * hot + [2]), 4, 5, torch.float32, hot, where)
+    for hot, behind in ((7, 20), (9, 0), (16, 1), (33, 20), (48, 1), (63, 0), (100, 20)):
+        ids = torch.tensor([0] * before + [1] * hot + [2] * behind)
+        check(ids, 4, 5, torch.float32, hot, where)
+
+
+def test_more_ids_than_a_block_has(where: torch.device) -> None:
+    ids = torch.tensor([3] * 1030 + [1, 0, 4] + [2] * 2100)
+    check(ids, 5, 3, torch.float32, 0, where)
 
 
 @pytest.mark.gpu
@@ -90,6 +100,8 @@ def test_compiled_rows_of_a_batch_with_hot_ids(width: int) -> None:
     where, generator = _able("cuda"), torch.Generator().manual_seed(0)
     ids = (1000 * torch.rand(20_000, generator=generator) ** 8).long()
     check(ids, 1000, width, torch.float32, 0, where)
+    ids[:9_000] = 17  # as padding's, one in two
+    check(ids, 1000, width, torch.float32, 1, where)
 
 
 @pytest.mark.gpu

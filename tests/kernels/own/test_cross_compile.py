@@ -111,20 +111,38 @@ def adam_cast_case(*, found_inf: bool = True) -> dict[str, Any]:
 def row_case(kernel: str, width: int, *pointers: str, **constants: Any) -> dict[str, Any]:
     """Of row-wise Adagrad, whose ids are 64 bits wide."""
     room = power_of_two(width)
-    return {"module": "train.row_kernels", "kernel": kernel, "stages": 3, "warps": 4 if room <= 128 else 8,
-            "arguments": {"rows_ptr": "*i64", **dict.fromkeys(pointers, FP32), **integers("count", "width"),
-                          **constants.pop("others")},
+    return {"module": "train.row_kernels", "kernel": kernel, "stages": 3, "warps": constants.pop("warps", max(1, room // 128)),
+            "arguments": {"rows_ptr": "*i64", **dict.fromkeys(pointers, FP32), **integers("width"), **constants.pop("others")},
             "constants": {"S": IDS_OF_PART, "E": room, **constants}}  # fmt: skip
 
 
 def sum_parts_case(width: int) -> dict[str, Any]:
-    return row_case("sum_parts_kernel", width, "gradient_ptr", "part_ptr", others={"order_ptr": "*i64"})
+    others = {"order_ptr": "*i64", **integers("count")}
+    return row_case("sum_parts_kernel", width, "gradient_ptr", "part_ptr", others=others, warps=1)
+
+
+def sum_blocks_case(width: int) -> dict[str, Any]:
+    return row_case("sum_blocks_kernel", width, "part_ptr", others={}, AT_ONCE=PARTS_AT_ONCE)
 
 
 def step_rows_case(width: int) -> dict[str, Any]:
     pointers = ("part_ptr", "table_ptr", "sum_ptr", "found_inf_ptr")
-    others = {"lr": "fp32", "eps": "fp32"}
+    others = {"lr": "fp32", "eps": "fp32", **integers("count")}
     return row_case("step_rows_kernel", width, *pointers, others=others, AT_ONCE=PARTS_AT_ONCE, FOUND_INF=True)
+
+
+def bag_case(kernel: str, width: int, **pointers: str) -> dict[str, Any]:
+    return {"module": "models.bag_kernels", "kernel": kernel, "stages": 3, "warps": 1,
+            "arguments": {"weight_ptr": FP32, "first_ptr": "*i64", **pointers, **integers("n_ids", "n_bags", "width")},
+            "constants": {"E": power_of_two(width)}}  # fmt: skip
+
+
+def sum_bags_case(width: int) -> dict[str, Any]:
+    return bag_case("sum_bags_kernel", width, table_ptr=FP32, rows_ptr="*i64", sum_ptr=FP32)
+
+
+def bag_gradient_case(width: int) -> dict[str, Any]:
+    return bag_case("bag_gradient_kernel", width, gradient_ptr=FP32, row_gradient_ptr=FP32)
 
 
 BY_ROWS = {"codes_ptr": FP8, "scale_ptr": FP32}
@@ -304,6 +322,10 @@ CASES = {
     "transposed by another power": retranspose_case(),
     "embedding gradients summed": sum_parts_case(128),
     "embedding gradients summed, wide": sum_parts_case(WIDEST_ROW),
+    "embedding gradients summed by blocks": sum_blocks_case(128),
+    "embedding gradients summed by blocks, wide": sum_blocks_case(WIDEST_ROW),
+    **{f"embeddings of bags, {width} wide": sum_bags_case(width) for width in (128, WIDEST_ROW)},
+    **{f"embeddings' gradients, {width} wide": bag_gradient_case(width) for width in (128, WIDEST_ROW)},
     "embedding rows stepped": step_rows_case(128),
     "embedding rows stepped, wide": step_rows_case(WIDEST_ROW),
     "cast wide rows to int8": rowwise_case(1, 16384, INT8),
