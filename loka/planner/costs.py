@@ -2,9 +2,9 @@
 
 A cast that several roles read is paid once; where the forms asked for were not timed together, their single times are added.
 The weight is cast once a step in training, not once a call, and never in serving; where its optimizer makes just these casts
-as it steps it, they cost what they add to the step. An M that was not measured costs what the
-nearest measured one above it does. One that the baseline was timed at and a kernel was not, the kernel cannot take: there
-the site runs, and costs, as in high precision.
+as it steps it, which it does for no site with a transform, they cost what they add to the step. An M that was not measured
+costs what the nearest measured one above it does. One that the baseline was timed at and a kernel was not, the kernel cannot
+take: there the site runs, and costs, as in high precision.
 """
 
 import math
@@ -14,7 +14,7 @@ from functools import cached_property
 
 from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.plan import Goal
-from loka.core.recipe import Format
+from loka.core.recipe import Format, Transform
 from loka.core.survey import Candidate, SiteSurvey, Times
 
 HIGH_PRECISION = frozenset(str(format) for format in Format if not format.is_8bit)  # forms, and recipes, without scales
@@ -110,8 +110,9 @@ class SiteCosts:
     def _weight_us(self, kernels: dict[Role, Candidate]) -> float:
         if self.goal is Goal.SERVING:
             return 0.0
-        casts = (self._cast_times(tensor, forms) for tensor, forms in _forms(kernels) if tensor is TensorName.W)
-        return sum(statistics.median(times.values()) for times in casts if times)  # M says nothing about a weight
+        forms = dict(_forms(kernels)).get(TensorName.W, ())
+        times = self._made_in_step(kernels, forms) or self._cast_times(TensorName.W, forms)
+        return statistics.median(times.values()) if times else 0.0  # M says nothing about a weight
 
     def _cast_times(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
         """The time to cast ``tensor`` into all ``forms`` by M; None where a form that costs something was not timed."""
@@ -120,19 +121,17 @@ class SiteCosts:
         return self._sums[tensor, forms]
 
     def _together(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
-        if tensor is TensorName.W and (times := self._made_in_step(forms)) is not None:
-            return times
         if (tensor, forms) in self._casts:
             return self._casts[tensor, forms]
         return self._one_by_one(tensor, forms)
 
-    def _made_in_step(self, forms: tuple[str, ...]) -> Times | None:
+    def _made_in_step(self, kernels: dict[Role, Candidate], forms: tuple[str, ...]) -> Times | None:
         """Of a weight whose 8-bit casts are made in the step that moves it; a copy in high precision never is."""
         held = tuple(form for form in forms if form.removesuffix("ᵀ") not in HIGH_PRECISION)
-        others = self._one_by_one(TensorName.W, tuple(form for form in forms if form not in held))
-        if held not in self._in_step or others is None:
+        if held not in self._in_step or any(candidate.transform is not Transform.NONE for candidate in kernels.values()):
             return None
-        return {0: statistics.median(self._in_step[held].values()) + others[0]}
+        others = self._one_by_one(TensorName.W, tuple(form for form in forms if form not in held))
+        return None if others is None else {0: statistics.median(self._in_step[held].values()) + others[0]}
 
     def _one_by_one(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
         singles = [self._casts.get((tensor, (form,)), self._if_free(tensor, form)) for form in forms]

@@ -5,6 +5,7 @@ from planned_survey import BASELINE, baseline, candidate, site, survey
 
 from loka.core.gemm import Role, TensorName
 from loka.core.plan import Goal
+from loka.core.recipe import Transform
 from loka.core.survey import CastTime
 from loka.planner.costs import SiteCosts
 from loka.planner.plan import make_plan
@@ -109,3 +110,19 @@ def test_casts_that_an_optimizer_makes_cost_what_they_add_to_its_step(fprop: str
     for goal, expected in ((Goal.TRAINING, us), (Goal.SERVING, 0.0)):
         own = SiteCosts(site("s", (*roles, *chosen.values()), tuple(casts), calls=CALLS), goal)
         assert own.step_us({role: chosen[role] for role in own.roles}) == expected
+
+
+@pytest.mark.parametrize("centered", [Role.FPROP, Role.WGRAD])
+def test_casts_of_a_centered_site_are_made_behind_the_step(centered: Role) -> None:
+    """Centering leaves the weight's forms as they are, but what is added behind its product is made of the weight too."""
+    free = dict.fromkeys(HIGH, 0.0)
+    read = ((TensorName.X, "one"), (TensorName.X, "one center"), (TensorName.DY, "oneᵀ"))
+    of_weight = CastTime(TensorName.W, ("one",), {64: 20.0}, in_step_us={64: 2.0})
+    casts = (*(CastTime(tensor, (form,), free) for tensor, form in read), of_weight)
+    of_x = {role: "one center" if role is centered else "one" for role in (Role.FPROP, Role.WGRAD)}
+    forms = {Role.FPROP: (of_x[Role.FPROP], "one"), Role.WGRAD: ("oneᵀ", of_x[Role.WGRAD])}
+    plain = {role: candidate("a", role, free, forms=pair) for role, pair in forms.items()}
+    behind = {centered: candidate("a", centered, free, forms=forms[centered], transform=Transform.CENTER)}
+    own = SiteCosts(site("s", baseline({Role.FPROP: HIGH, Role.WGRAD: HIGH}), casts, calls=CALLS), Goal.TRAINING)
+    assert own.step_us(plain) == 2.0
+    assert own.step_us(plain | behind) == 20.0
