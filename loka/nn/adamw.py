@@ -137,8 +137,13 @@ def is_cast_in_step(weight: Tensor) -> bool:
     for optimizer in list(_optimizers):
         for group in optimizer.param_groups:
             if any(parameter is weight for parameter in group["params"]):
-                return not optimizer._torch_steps_all(group)
+                return _counts_beside(weight, group) and not optimizer._torch_steps_all(group)
     return False
+
+
+def _counts_beside(weight: Tensor, group: dict[str, Any]) -> bool:
+    """Whether torch counts steps where the weight lies, and our kernels can read them: else it does so on the CPU."""
+    return weight.device.type == "cpu" or bool(group["fused"] or group["capturable"])
 
 
 def _can_be_ours(weight: Tensor, *others: Tensor) -> bool:

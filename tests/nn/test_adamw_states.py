@@ -204,3 +204,17 @@ def test_it_is_known_whose_weights_are_cast_in_the_step(monkeypatch: pytest.Monk
     gc.collect()
     assert not any(map(is_cast_in_step, (again, *weights.values())))
     assert others.param_groups
+
+
+@pytest.mark.parametrize(
+    ("options", "is_ours"),
+    [({}, True), ({"fused": False}, False), ({"foreach": True}, False), ({"foreach": True, "capturable": True}, True)],
+)
+def test_steps_that_are_counted_on_the_cpu_cast_no_weight_of_another_device(options: dict[str, Any], is_ours: bool) -> None:
+    weight = nn.Parameter(torch.empty(1024, 1024, device="meta"))
+    optimizer = loka.AdamW([weight], lr=0.1, **options)
+    assert is_cast_in_step(weight) == is_ours
+    if not optimizer.param_groups[0]["fused"]:  # torch makes no fused step on the meta device
+        weight.grad = torch.empty_like(weight)
+        optimizer._init_group(optimizer.param_groups[0], [], [], [], [], [], [])
+        assert (optimizer.state[weight]["step"].device == weight.device) == is_ours
