@@ -92,9 +92,11 @@ def refresh(model: nn.Module) -> None:
 
 def recast_after_step(model: nn.Module, *, in_step: Callable[[Tensor], bool]) -> None:
     """What an optimizer's step is followed by, for whoever times a step without one: casts of all weights but those that are
-    cast ``in_step``."""
+    cast ``in_step``, which it does for no weight of two modules."""
+    alone = only_holders()
     for holder in _holders_in(model):
-        if not (in_step(holder.weight) and holder.can_step()):
+        weight = holder.weight
+        if not (alone.get(id(weight)) is holder and in_step(weight) and holder.can_step()):
             holder.recast_after_step()
 
 

@@ -304,6 +304,18 @@ def test_a_training_step_pays_for_the_casts_of_weights(goal: Goal, per_pass: int
     assert len(casts) == 2 * (1 + 4) * per_pass
 
 
+def test_a_step_casts_no_weight_of_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts = []
+    monkeypatch.setattr(PlannedLinear, "recast_after_step", lambda self: casts.append(self))
+    monkeypatch.setattr(PlannedLinear, "can_step", lambda self: True)
+    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: True)
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)), nn.Linear(24, 1))
+    model[1].weight = model[0].weight
+    plan, loss = plan_for(model, {str(index): ROWWISE for index in range(3)}), lambda m, x: 1 + m(x).square().mean()
+    loka.check_plan(model, plan, BATCHES, loss=loss, max_loss_change=1.0, min_speedup=0, repeats=1)
+    assert len(casts) == (1 + 1) * len(BATCHES) * 2  # of the two, and not of the third
+
+
 def test_a_compiled_model_may_be_compiled_again_as_often_as_it_takes() -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 8), nn.Linear(8, 1))
