@@ -27,7 +27,7 @@ from loka.nn.adamw import is_cast_in_step
 from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, unwrapped
-from loka.nn.weight_casts import recast_after_step
+from loka.nn.weight_casts import holders_behind_steps
 
 # Of the loss, relatively. A model that trains by a plan pays up to twice what rounding costs one that did not (0.015 % by this
 # check came to 0.024 %), and 0.02 % is what it may pay.
@@ -255,6 +255,7 @@ class _Trial:
         """The time of a step, over one pass through the batches."""
         is_training = self.goal is Goal.TRAINING
         self.model.train(is_training)
+        holders = holders_behind_steps(self.model, in_step=is_cast_in_step) if is_training else []
         start = self._now()
         for batch in self.batches:
             with torch.set_grad_enabled(is_training):
@@ -262,7 +263,8 @@ class _Trial:
             if is_training:
                 value.backward()
                 _drop_gradients(self.learned)
-                recast_after_step(self.model, in_step=is_cast_in_step)
+                for holder in holders:
+                    holder.recast_after_step()
         return 1e6 * (self._now() - start) / len(self.batches)
 
     def _now(self) -> float:

@@ -90,14 +90,16 @@ def refresh(model: nn.Module) -> None:
             cast_again()
 
 
-def recast_after_step(model: nn.Module, *, in_step: Callable[[Tensor], bool]) -> None:
-    """What an optimizer's step is followed by, for whoever times a step without one: casts of all weights but those that are
-    cast ``in_step``, which it does for no weight of two modules."""
+def holders_behind_steps(model: nn.Module, *, in_step: Callable[[Tensor], bool]) -> list[HoldsWeightCasts]:
+    """Those whose ``recast_after_step`` an optimizer's step is followed by, for whoever times a step without one: all but those
+    whose weights are cast ``in_step``, which is done for no weight of two modules."""
     alone = only_holders()
-    for holder in _holders_in(model):
+
+    def is_made_in_step(holder: HoldsWeightCasts) -> bool:
         weight = holder.weight
-        if not (alone.get(id(weight)) is holder and in_step(weight) and holder.can_step()):
-            holder.recast_after_step()
+        return alone.get(id(weight)) is holder and in_step(weight) and holder.can_step()
+
+    return [holder for holder in _holders_in(model) if not is_made_in_step(holder)]
 
 
 def holds_current_casts(holder: Any) -> bool:

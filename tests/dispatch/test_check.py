@@ -16,7 +16,7 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, FinerForward, Goal, Plan
-from loka.dispatch.check import CheckedPlan
+from loka.dispatch.check import CheckedPlan, _Trial
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.contract import KERNELS
@@ -265,15 +265,13 @@ def test_the_first_pass_of_each_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     assert only.speedup == 3.0
 
 
-@pytest.mark.parametrize(("goal", "casts"), [(Goal.TRAINING, 4 * len(BATCHES)), (Goal.SERVING, 0)])
-def test_a_training_step_is_timed_with_the_casts_of_its_weights(
-    goal: Goal, casts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four passes, of which one is by the plan and one without it, and one of each before them."""
-    seen: list[nn.Module] = []
-    monkeypatch.setattr("loka.dispatch.check.recast_after_step", lambda model, in_step: seen.append(model))
-    check(plan_for(tower(), {"bottom": ROWWISE}, goal=goal), max_loss_change=1.0)
-    assert len(seen) == casts
+def test_what_a_step_casts_is_asked_once_a_pass_and_not_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in high precision would not pay for the answer, which takes as long as an optimizer has parameters."""
+    now, asked = _Trial._now, []
+    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: bool(asked.append("asked")))
+    monkeypatch.setattr(_Trial, "_now", lambda self: (asked.append("now"), now(self))[1])
+    check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0, repeats=1)
+    assert asked == 2 * ["asked", "now", "now", "now", "now"]  # by the plan, and without it
 
 
 def test_a_slow_plan_of_many_sites_takes_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
