@@ -53,7 +53,7 @@ class Speeds:
         self._device = device
         self._products: dict[tuple[TimedShape, Option], float | str] = {}
         self._casts: dict[tuple[TimedShape, TensorName, Forms], float | str] = {}
-        self._in_step: dict[tuple[TimedShape, Forms], float] = {}
+        self._in_step: dict[tuple[TimedShape, Forms], float | None] = {}  # None: no step makes them, or it failed
         self._parts = lru_cache(1)(self._make_parts)  # one shape after another: tensors of all would not fit
 
     def refusal(self, option: Option, shape: TimedShape) -> str | None:
@@ -86,16 +86,10 @@ class Speeds:
 
     def in_step_us(self, sets: Iterable[Forms], shape: TimedShape) -> dict[Forms, float]:
         """What casts of the weight into each set of forms add to a step of Adam that makes them, where one can."""
-        able = [forms for forms in sets if shape.cast_in_step and self._parts(shape).can_step(forms)]
-        new = [forms for forms in able if (shape, forms) not in self._in_step]
-        if new:
-            calls: dict[Forms, Candidate] = {forms: partial(self._parts(shape).step, forms) for forms in (NO_CAST, *new)}
-            times = self._time(calls, shape)
-            alone_us = times.pop(NO_CAST)
-            for forms, time_us in times.items():
-                if not isinstance(time_us, str) and not isinstance(alone_us, str):
-                    self._in_step[shape, forms] = max(0.0, time_us - alone_us)
-        return {forms: self._in_step[shape, forms] for forms in able if (shape, forms) in self._in_step}
+        sets = list(sets) if shape.cast_in_step else []
+        new = [forms for forms in sets if (shape, forms) not in self._in_step]
+        self._in_step.update({(shape, forms): time_us for forms, time_us in self._time_in_step(new, shape).items()})
+        return {forms: time_us for forms in sets if (time_us := self._in_step[shape, forms]) is not None}
 
     def release(self) -> None:
         """Let the tensors of the last shape go, for other processes too: of a wide layer they take gigabytes."""
@@ -114,6 +108,20 @@ class Speeds:
         dtype, weight_dtype = torch_dtype(shape.dtype), torch_dtype(shape.weight_dtype)
         tensors = SiteTensors.random(shape.shape, dtype, self._device, weight_dtype=weight_dtype, has_bias=shape.has_bias)
         return SiteParts(tensors)
+
+    def _time_in_step(self, sets: list[Forms], shape: TimedShape) -> dict[Forms, float | None]:
+        added: dict[Forms, float | None] = dict.fromkeys(sets)
+        able = [forms for forms in sets if self._parts(shape).can_step(forms)]
+        if not able:
+            return added
+        self.release()  # steps take many times the weight, for which there may be no room beside all of its casts,
+        times = self._time({forms: partial(self._parts(shape).step, forms) for forms in (NO_CAST, *able)}, shape)
+        self.release()  # nor beside the tensors of another shape
+        alone_us = times.pop(NO_CAST)
+        for forms, time_us in times.items():
+            if not isinstance(time_us, str) and not isinstance(alone_us, str):
+                added[forms] = max(0.0, time_us - alone_us)
+        return added
 
     def _time(self, calls: dict[Key, Candidate], shape: TimedShape) -> dict[Key, float | str]:
         """The calls interleaved; where one fails, each by itself, so that the others do not go with it."""

@@ -1,11 +1,12 @@
 """What ``measure`` times of casts in a step: both ways make the same step of Adam, and leave the weight where it is."""
 
+import weakref
 from functools import partial
 
 import pytest
 import torch
 
-from loka.core.gemm import SiteShape
+from loka.core.gemm import SiteShape, TensorName
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import Form, OperandSpec
 from loka.measure.adam_steps import AdamSteps
@@ -75,3 +76,50 @@ def test_what_is_added_is_the_difference_to_a_step_without_casts(monkeypatch: py
     assert speeds.in_step_us(sets, behind) == {}
     planted[NO_CAST] = "failed"
     assert Speeds(torch.device("cpu")).in_step_us(sets, shape) == {}
+
+
+def test_steps_take_memory_while_they_are_timed_and_no_longer(parts: SiteParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a wide layer casts and steps take tens of gigabytes each: not at once, nor beside the tensors of other rows."""
+    made: list[weakref.ref[SiteParts]] = []
+
+    def time_together(self: Speeds, calls: dict[tuple[Form, ...], partial], shape: TimedShape) -> dict[tuple[Form, ...], float]:
+        in_step = NO_CAST in calls
+        for call in calls.values():
+            call(0)
+        (there,) = (kept for ref in made if (kept := ref()) is not None)
+        assert (bool(there._held), bool(there._stepped)) == (not in_step, in_step)
+        return dict.fromkeys(calls, 1.0)
+
+    def make(self: Speeds, shape: TimedShape) -> SiteParts:
+        fresh = SiteParts(parts.tensors)
+        made.append(weakref.ref(fresh))
+        return fresh
+
+    monkeypatch.setattr(Speeds, "_time_together", time_together)
+    monkeypatch.setattr(Speeds, "_make_parts", make)
+    speeds, sets = Speeds(parts.tensors.x.device), [(PLAIN,), (PLAIN, TRANS), (Form(ROWS, False),)]
+    shape = TimedShape(SiteShape(32, 48, 64), Format.FP32, Format.FP32, has_bias=False, cast_in_step=True)
+    for _ in range(2):  # the second time for another site of the shape: everything is known
+        assert len(speeds.casts_us(TensorName.W, sets, shape)) == 3
+        assert speeds.in_step_us(sets, shape) == {(PLAIN,): 0.0, (PLAIN, TRANS): 0.0}
+        assert len(made) == 2
+        assert not any(ref() for ref in made)
+
+
+def test_where_memory_is_short_the_times_of_steps_alone_are_lost(parts: SiteParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def too_many(self: AdamSteps, weight_NK: torch.Tensor, copies: int) -> None:
+        asked.append(copies)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(AdamSteps, "__init__", too_many)
+    monkeypatch.setattr(Speeds, "_make_parts", lambda self, shape: SiteParts(parts.tensors))
+    speeds = Speeds(parts.tensors.x.device)
+    shape = TimedShape(SiteShape(32, 48, 64), Format.FP32, Format.FP32, has_bias=False, cast_in_step=True)
+    assert speeds.in_step_us([(PLAIN,)], shape) == {}
+    assert asked
+    asked.clear()
+    assert speeds.in_step_us([(PLAIN,)], shape) == {}
+    assert not asked  # nor is it tried again
+    assert isinstance(speeds.casts_us(TensorName.W, [(PLAIN,)], shape)[PLAIN,], float)
