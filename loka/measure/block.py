@@ -12,6 +12,7 @@ move 1 % of relu's inputs across 0, which is an error of 0.3 in dgrad whichever 
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from loka.kernels.providers.torch_casts import room_to_compile
 from loka.kernels.triton.share import has_powers
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
-from loka.measure.failure import told
+from loka.measure.failure import is_of_memory, told
 from loka.measure.timing import copies_past_cache, time_together, whole_rotations
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
@@ -88,12 +89,22 @@ class Blocks:
 
     def _time(self, shape: BlockShape, block: FusedBlock) -> dict[str, float]:
         if shape not in self._times:
-            copies = copies_past_cache(block.weight.nbytes, self._device)
+            times = self._timed(shape, block)
+            self._times[shape] = self._time(replace(shape, cast_in_step=False), block) if times is None else times
+        return self._times[shape]
+
+    def _timed(self, shape: BlockShape, block: FusedBlock) -> dict[str, float] | None:
+        """None where memory is short, and less is needed for a cast behind a step: steps take many times the weight."""
+        copies = copies_past_cache(block.weight.nbytes, self._device)
+        try:
             calls = block_calls(shape, block, copies=copies)
             with room_to_compile():
                 times = time_together(calls, self._device, turns=whole_rotations(copies))
-            self._times[shape] = {name: timing.median_us for name, timing in times.items()}
-        return self._times[shape]
+        except Exception as failure:
+            if shape.cast_in_step and is_of_memory(failure):
+                return None
+            raise
+        return {name: timing.median_us for name, timing in times.items()}
 
 
 class _Exact:

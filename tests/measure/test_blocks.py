@@ -121,6 +121,23 @@ def test_a_cast_in_the_step_costs_what_it_adds_to_one(
     assert block.training_us == {32: 800.0 + (10.0 if is_ours else 70.0)}
 
 
+@pytest.mark.parametrize(("failure", "is_told"), [(torch.OutOfMemoryError("6 GiB"), False), (ValueError("no step"), True)])
+def test_a_block_whose_steps_do_not_fit_is_cast_behind_them(
+    failure: Exception, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise failure
+
+    emulate(monkeypatch)
+    monkeypatch.setattr("loka.measure.block_parts.AdamSteps", fails)
+    monkeypatch.setattr(FusedBlock, "can_step", lambda self: True)
+    monkeypatch.setattr("loka.measure.block.time_together", lambda calls, *_, **__: dict.fromkeys(calls, Timing(7.0, 7, 7, 1)))
+    site = site_record("a", weight(96, 64), **BEHIND, cast_in_step=True)
+    (block,) = Blocks(Format.FP32, torch.device("cpu")).survey(site, [32])
+    assert block.why_not == ("failed: ValueError: no step" if is_told else None)
+    assert block.training_us == ({} if is_told else {32: 7.0})
+
+
 def test_what_backward_misreads_is_the_most_of_any_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     monkeypatch.setattr("loka.measure.block.time_together", lambda calls, *_, **__: dict.fromkeys(calls, Timing(1.0, 1, 1, 1)))
