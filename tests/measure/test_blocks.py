@@ -121,6 +121,31 @@ def test_a_cast_in_the_step_costs_what_it_adds_to_one(
     assert block.training_us == {32: 800.0 + (10.0 if is_ours else 70.0)}
 
 
+@pytest.mark.parametrize("cast_in_step", [True, False])
+def test_casts_of_a_block_rotate_over_its_copies_and_their_states(cast_in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    ran: list[tuple[int, int]] = []
+    by_torch: list[int] = []
+    monkeypatch.setattr("loka.measure.block.copies_past_cache", lambda *_: 3)
+    monkeypatch.setattr(FusedBlock, "can_step", lambda self: True)
+    monkeypatch.setattr(FusedBlock, "step_and_recast", lambda self, adam: ran.append((id(self), id(adam.gradient))))
+    monkeypatch.setattr(FusedBlock, "recast_after_step", lambda self: ran.append((id(self), 0)))
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda weights, *_, **__: by_torch.append(len(weights)))
+
+    def times(candidates: dict[str, Callable[[int], object]], *_: Any, turns: int) -> dict[str, Timing]:
+        for turn in range(turns):
+            for name in {"weight_cast", "step_without_cast"} & candidates.keys():
+                candidates[name](turn)
+        return dict.fromkeys(candidates, Timing(1.0, 1, 1, 1))
+
+    monkeypatch.setattr("loka.measure.block.time_together", times)
+    Blocks(Format.FP32, torch.device("cpu")).survey(site_record("a", weight(96, 64), **BEHIND, cast_in_step=cast_in_step), [32])
+    assert len(ran) == 9
+    assert ran == 3 * ran[:3]
+    assert [len(set(of_all)) for of_all in zip(*ran, strict=True)] == [3, 3 if cast_in_step else 1]
+    assert by_torch == ([3, 3, 3] if cast_in_step else [])  # all of them, as often as each was cast
+
+
 @pytest.mark.parametrize(("failure", "is_told"), [(torch.OutOfMemoryError("6 GiB"), False), (ValueError("no step"), True)])
 def test_a_block_whose_steps_do_not_fit_is_cast_behind_them(
     failure: Exception, is_told: bool, monkeypatch: pytest.MonkeyPatch

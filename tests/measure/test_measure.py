@@ -17,7 +17,7 @@ from loka.measure.error import OptionError
 from loka.measure.gemm import measure_site
 from loka.measure.oracle import Oracle
 from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel
-from loka.measure.timing import Timing, copies_past_cache, time_together
+from loka.measure.timing import Timing, copies_past_cache, time_together, whole_rotations
 from loka.numerics.metrics import measure_error
 
 CPU = torch.device("cpu")
@@ -57,6 +57,10 @@ def test_one_that_has_taken_its_time_drops_out_of_the_rounds_that_are_left(monke
 def test_copies_leave_the_cache_but_not_the_memory() -> None:
     assert copies_past_cache(1, CPU) == 64
     assert copies_past_cache(64 << 20, CPU) == 2
+
+
+def test_every_copy_has_as_many_turns() -> None:
+    assert [whole_rotations(copies) for copies in (1, 2, 3, 8, 9, 64)] == [8, 8, 9, 8, 9, 64]
 
 
 @pytest.mark.gpu

@@ -419,5 +419,7 @@ def test_a_measurement_goes_on_only_on_the_same_machine_with_the_same_versions_a
     identities.append(identity_of(dataclasses.replace(record, dtype=Format.BF16), ("torch.fp32",), here))
     identities.append(identity_of(dataclasses.replace(record, steps_seen=7), ("torch.fp32",), here))
     assert len(set(identities)) == 6
+    another = record_of(site_record("a", normal_weight(), cast_in_step=True))
+    assert identity_of(another, ("torch.fp32",), here) not in identities
     another_day = msgspec.structs.replace(here, date="2001-01-01")
     assert identity_of(record, ("torch.fp32",), another_day) == identities[0]

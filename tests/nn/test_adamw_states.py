@@ -214,6 +214,10 @@ def test_steps_that_are_counted_on_the_cpu_cast_no_weight_of_another_device(opti
     weight = nn.Parameter(torch.empty(1024, 1024, device="meta"))
     optimizer = loka.AdamW([weight], lr=0.1, **options)
     assert is_cast_in_step(weight) == is_ours
+    on_cpu = nn.Parameter(torch.empty(1024, 1024))
+    others = loka.AdamW([on_cpu], lr=0.1, **options)
+    assert is_cast_in_step(on_cpu)
+    del others
     if not optimizer.param_groups[0]["fused"]:  # torch makes no fused step on the meta device
         weight.grad = torch.empty_like(weight)
         optimizer._init_group(optimizer.param_groups[0], [], [], [], [], [], [])

@@ -273,6 +273,17 @@ def test_what_either_run_needed_is_needed_of_both(record: Record) -> None:
     assert dataclasses.replace(record, step_us=5.0).merge(other).step_us == 5.0
 
 
+@pytest.mark.parametrize("in_newer", [True, False])
+def test_the_optimizer_is_that_of_the_newer_run(in_newer: bool, record: Record) -> None:
+    newer, older = (
+        dataclasses.replace(
+            record, sites={name: dataclasses.replace(site, cast_in_step=is_cast) for name, site in record.sites.items()}
+        )
+        for is_cast in (in_newer, not in_newer)
+    )
+    assert {site.cast_in_step for site in newer.merge(older).sites.values()} == {in_newer}
+
+
 def test_records_of_two_precisions_do_not_merge(record: Record) -> None:
     with pytest.raises(InvalidInput, match=r"multiplied in fp32 and the other in bf16.*measure each by itself"):
         record.merge(dataclasses.replace(record, dtype=Format.BF16))

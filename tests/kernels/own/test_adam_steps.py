@@ -6,12 +6,14 @@ from functools import partial
 import pytest
 import torch
 
-from loka.core.gemm import SiteShape, TensorName
+from loka.core.gemm import Role, SiteShape, TensorName
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import Form, OperandSpec
 from loka.measure.adam_steps import AdamSteps
-from loka.measure.parts import SiteParts, SiteTensors
+from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.measure.site_survey import _cast_times
 from loka.measure.speed import NO_CAST, Speeds, TimedShape
+from loka.measure.timing import Timing
 
 ONE, ROWS = (OperandSpec(Format.E4M3, scaling, contraction_multiple=16) for scaling in (Scaling.TENSORWISE, Scaling.ROWWISE))
 PLAIN, TRANS = (Form(ONE, transposed) for transposed in (False, True))
@@ -76,6 +78,42 @@ def test_what_is_added_is_the_difference_to_a_step_without_casts(monkeypatch: py
     assert speeds.in_step_us(sets, behind) == {}
     planted[NO_CAST] = "failed"
     assert Speeds(torch.device("cpu")).in_step_us(sets, shape) == {}
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("cuda", 9), ("cpu", 3)])
+def test_every_copy_is_stepped_as_often_by_torch_as_with_casts(kind: str, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def time_together(calls: dict[str, partial], *_: object, turns: int, **__: object) -> dict[str, Timing]:
+        timed.append(turns)
+        return dict.fromkeys(calls, Timing(1.0, 1, 1, 1))
+
+    three = SiteTensors.random(SiteShape(16, 32, 32), torch.float32, torch.device("cpu"), copies=3)
+    monkeypatch.setattr("loka.measure.speed.time_together", time_together)
+    monkeypatch.setattr(Speeds, "_make_parts", lambda self, shape: SiteParts(three))
+    monkeypatch.setattr(SiteParts, "can_step", lambda self, forms: True)
+    monkeypatch.setattr(SiteParts, "step", lambda self, forms, turn: None)
+    shape = TimedShape(SiteShape(16, 32, 32), Format.FP32, Format.FP32, has_bias=False, cast_in_step=True)
+    assert Speeds(torch.device(kind)).in_step_us([(PLAIN,)], shape) == {(PLAIN,): 0.0}
+    assert timed == [turns]
+
+
+def test_what_casts_add_to_a_step_is_timed_at_one_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def in_step_us(self: Speeds, sets: list[tuple[Form, ...]], shape: TimedShape) -> dict[tuple[Form, ...], float]:
+        asked.append(shape.shape.m)
+        return dict.fromkeys(sets, 1.0) if shape.shape.m > 8 else {}
+
+    monkeypatch.setattr(Speeds, "in_step_us", in_step_us)
+    monkeypatch.setattr(Speeds, "casts_us", lambda self, name, sets, shape: dict.fromkeys(sets, 5.0))
+    options = [Option("reference.tensorwise", role) for role in Role]
+    shapes = {m: TimedShape(SiteShape(m, 32, 32), Format.FP32, Format.FP32, has_bias=False) for m in (8, 16, 32)}
+    casts = _cast_times(options, {}, shapes, Speeds(torch.device("cpu")))
+    assert asked == [8, 16]  # where it failed at one, at the next
+    assert {cast.tensor: cast.in_step_us for cast in casts} == {
+        TensorName.X: {}, TensorName.DY: {}, TensorName.W: {16: 1.0},
+    }  # fmt: skip
 
 
 def test_steps_take_memory_while_they_are_timed_and_no_longer(parts: SiteParts, monkeypatch: pytest.MonkeyPatch) -> None:
