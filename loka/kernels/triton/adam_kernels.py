@@ -72,7 +72,7 @@ def _step_tile(
     tl.store(average_ptr + place, average, mask=inside)
     tl.store(square_ptr + place, square, mask=inside)
     tl.store(weight_ptr + place, weight, mask=inside)
-    return weight
+    return tl.where(inside, weight, 0.0)  # where ε is 0 it is 0/0 there
 
 
 @triton.jit(do_not_specialize=["amaxes", "tiles_across"])

@@ -191,6 +191,17 @@ class TestBothKinds:
         self.made(by_rows, weight, adam)[1]()
         torch.testing.assert_close(weight.cpu().double(), reference.weight.detach(), rtol=2e-6, atol=0)
 
+    def test_without_an_epsilon_nothing_comes_from_past_the_edge(self, where: torch.device, by_rows: bool) -> None:
+        weight = randn(17, 516, 0, where, 0.02)
+        adam = adam_of(weight, Options(eps=0.0), steps=1)
+        adam.gradient.copy_(randn(17, 516, 1, where))
+        codes, run = self.made(by_rows, weight, adam)
+        run()
+        assert weight.isfinite().all()
+        assert all(tensor.float().isfinite().all() for tensor in codes)
+        assert not codes[0].float()[:, 516:].any()
+        assert not codes[2].float()[:, 17:].any()
+
     def test_where_an_infinity_was_found_nothing_moves(self, where: torch.device, by_rows: bool) -> None:
         weight = randn(40, 520, 0, where)
         adam = adam_of(weight, Options(), steps=3, found_inf=torch.ones((), device=where))
