@@ -27,9 +27,10 @@ INSTRUCTIONS = {
 
 
 def compile_for_hopper(
-    module: str, kernel: str, arguments: dict[str, str], constants: dict[str, Any], warps: int, stages: int
+    module: str, kernel: str, arguments: dict[str, str], constants: dict[str, Any], warps: int, stages: int, unaligned: str = ""
 ) -> dict[str, Any]:
-    """``arguments`` gives each runtime argument's type as Triton writes it; pointers and sizes are taken as aligned."""
+    """``arguments`` gives each runtime argument's type as Triton writes it; pointers and sizes but the ``unaligned`` one are
+    taken as aligned."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -39,7 +40,7 @@ def compile_for_hopper(
     names = function.arg_names
     assert set(arguments) | set(constants) == set(names), f"{kernel}: {set(names) ^ (set(arguments) | set(constants))}"
     signature = {name: arguments.get(name, "constexpr") for name in names}
-    sizes = [name for name, kind in arguments.items() if kind[0] in "*i"]
+    sizes = [name for name, kind in arguments.items() if kind[0] in "*i" and name != unaligned]
     specialized = {parameter.name for parameter in function.params if not parameter.do_not_specialize_on_alignment}
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in sizes if name in specialized}
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)

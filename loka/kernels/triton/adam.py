@@ -35,7 +35,7 @@ def launch_adam_cast(x: Tensor, plain: Target, trans: Target, codes: Codes, amax
         rows, cols, plain.outer, plain.contraction, trans.outer, trans.contraction, tiles_across,
         ROWS=tile.rows, COLS=tile.cols, PLAIN=plain.scaling, TRANS=trans.scaling, SAME=plain.has_scales_of(trans),
         ALL_AT_ONCE=power_of_two(amax.numel()), ALIGNED=trans.contraction % 16 == 0, SEEN=seen.numel(),
-        FOUND_INF=adam.found_inf is not None, num_warps=tile.warps,
+        FOUND_INF=adam.found_inf is not None, FOURS=pays_in_step(cols), num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def launch_adam_by_rows(x: Tensor, codes: Codes, adam: AdamStep) -> None:
     launch(
         kernels.adam_by_rows_kernel, (tiles, 1, 1),
         *_arguments(x, adam), codes_RC, scale_R, words, one_scale, amax, used, rows, cols, padded_rows, padded_cols, across,
-        ROWS=tile.rows, COLS=tile.cols, FOUND_INF=adam.found_inf is not None, num_warps=tile.warps,
+        ROWS=tile.rows, COLS=tile.cols, FOUND_INF=adam.found_inf is not None, FOURS=pays_in_step(cols), num_warps=tile.warps,
     )  # fmt: skip
     launch(
         kernels.rescale_rows_kernel, (programs, 1, 1),

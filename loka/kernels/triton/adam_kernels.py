@@ -81,10 +81,12 @@ def adam_cast_kernel(
     plain_ptr, plain_scale_ptr, trans_words_ptr, trans_scale_ptr, all_amax_ptr, amaxes, seen_all_ptr,
     rows, cols, plain_rows, plain_cols, trans_rows, trans_cols, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
-    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, FOUND_INF: tl.constexpr,
+    ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, FOUND_INF: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, stepped, and written as ``cast_kernel`` with SEEN does it, by one scale for all."""
+    """A tile a program, stepped, and written as ``cast_kernel`` with SEEN does it, by one scale for all. FOURS: rows begin at
+    multiples of 16 bytes, which the compiler knows by itself of multiples of 16 columns alone."""
     wait_for_kernels_before()
+    cols = cols // 4 * 4 if FOURS else cols
     terms = _terms(step_ptr, settings_ptr)
     tile = tl.program_id(0)
     row = tile // tiles_across * ROWS + 4 * tl.arange(0, ROWS // 4)
@@ -114,11 +116,13 @@ def adam_by_rows_kernel(
     weight_ptr, gradient_ptr, average_ptr, square_ptr, step_ptr, settings_ptr, found_inf_ptr,
     codes_ptr, scale_ptr, words_ptr, one_scale_ptr, amax_ptr, used_ptr,
     rows, cols, padded_rows, padded_cols, tiles_across,
-    ROWS: tl.constexpr, COLS: tl.constexpr, FOUND_INF: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, FOUND_INF: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     """A tile a program, stepped, and written by the scales that are there: as it lies by those of its rows, transposed by the
-    one for all, which is noted as the one that was used. So are the amaxes of its part of each row (tiles across × rows)."""
+    one for all, which is noted as the one that was used. So are the amaxes of its part of each row (tiles across × rows).
+    FOURS: as in ``adam_cast_kernel``."""
     wait_for_kernels_before()
+    cols = cols // 4 * 4 if FOURS else cols
     terms = _terms(step_ptr, settings_ptr)
     tile_R, tile_C = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
     quad = tile_R * (ROWS // 4) + tl.arange(0, ROWS // 4)

@@ -94,7 +94,7 @@ def adam_case(kernel: str, rows: int, cols: int, warps: int, *, found_inf: bool 
     adam = ("weight_ptr", "gradient_ptr", "average_ptr", "square_ptr", "step_ptr", "settings_ptr", "found_inf_ptr")
     return {"module": "adam_kernels", "kernel": kernel, "stages": 3, "warps": warps,
             "arguments": {**dict.fromkeys(adam, FP32), **constants.pop("arguments")},
-            "constants": {"ROWS": rows, "COLS": cols, "FOUND_INF": found_inf, **constants}}  # fmt: skip
+            "constants": {"ROWS": rows, "COLS": cols, "FOUND_INF": found_inf, "FOURS": True, **constants}}  # fmt: skip
 
 
 def adam_cast_case(*, found_inf: bool = True) -> dict[str, Any]:
@@ -316,7 +316,9 @@ CASES = {
     "cast narrow rows by powers of two": rowwise_case(16, 256, power=True),
     "step of Adam, cast tensorwise both": adam_cast_case(),
     "step of Adam, cast tensorwise both, no infinity looked for": adam_cast_case(found_inf=False),
+    "step of Adam, cast tensorwise both, a multiple of four columns": {**adam_cast_case(), "unaligned": "cols"},
     "step of Adam, cast by rows": adam_by_rows_case(),
+    "step of Adam, cast by rows, a multiple of four columns": {**adam_by_rows_case(), "unaligned": "cols"},
     "step of Adam, cast by rows, no infinity looked for": adam_by_rows_case(found_inf=False),
     "rows given other powers": rescale_rows_case(),
     "transposed by another power": retranspose_case(),
