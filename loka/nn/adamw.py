@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from loka.kernels.stepping import AdamStep, settings_of
-from loka.nn.weight_casts import HoldsWeightCasts, only_holders
+from loka.nn.weight_casts import HoldsWeightCasts, is_capturing, only_holders
 
 # Values of a weight. Below, launching a step of its own takes longer than the read it saves. On an H200 step and casts took
 # 0.87 of the time for weights of 1024×1024 and 0.80 for 4096×4096 (layers, 2026-11-18, by benchmarks/adamw.py); for 512×512
@@ -113,7 +113,7 @@ class AdamW(torch.optim.AdamW):
         rate = 0.0 if on_device else float(lr)
         values: list[float | None] = [*settings_of(rate, group["betas"], group["eps"], group["weight_decay"])]
         values[0] = None if on_device else rate
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = is_capturing(device)
         known: _Settings | None = known_settings.get((id(group), device))
         is_new = known is None or known.values != values
         if known is None or (is_new and (known.captured or capturing)):

@@ -202,14 +202,21 @@ def rewrite_casts(
     the weight itself, where that makes the step of ``adam``."""
     place = (weight.shape, weight.stride(), *(tensor.data_ptr() for tensor in (weight, *_held_casts(module))))
     place += () if adam is None else adam.places()
-    known = _rewrites.get(module)
+    capturing = is_capturing(weight.device)  # the graph outlives what is known here, and with it the memory of its launches
+    known = None if capturing else _rewrites.get(module)
     if known is None or known.place != place:
-        known = _rewrites[module] = _Rewrite(place, prepare())
+        known = _Rewrite(place, prepare())
+        if not capturing:
+            _rewrites[module] = known
     before = _mark_of(weight)
     known.run()
     if adam is not None and before == _mark_of(weight):  # made for another tensor that lay here, which counts by itself
         torch.autograd.graph.increment_version(weight)
     _note_cast_of(module, in_step=adam is not None)
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def stored_cast(module: nn.Module, name: str) -> Tensor:

@@ -14,6 +14,7 @@ from stepped import MAKERS, assert_current, block, casts, layer, learn, twins
 from torch import Tensor, nn
 
 import loka
+from loka.nn import fused_block, weight_casts
 from loka.nn.adamw import is_cast_in_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
@@ -183,6 +184,42 @@ def test_captured_steps_are_those_of_eager(device: torch.device) -> None:
         for name, cast in casts(one).items():
             assert torch.equal(cast.view(torch.uint8), casts(other)[name].view(torch.uint8))
         assert_current(one)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, loka.AdamW])
+def test_launches_that_a_graph_captures_are_not_those_of_eager_steps(
+    device: torch.device, kind: type[torch.optim.AdamW], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those have memory that is let go when a gradient lies elsewhere; the graph would go on writing there."""
+    module = block(device)
+    optimizer, made = kind(module.parameters(), lr=0.01), []
+    make = fused_block.recasting_weight
+    monkeypatch.setattr(fused_block, "recasting_weight", lambda *given: made.append(make(*given)) or made[-1])
+    for step, (capturing, expected) in enumerate([(False, 1), (False, 1), (True, 2), (True, 3), (False, 3)]):
+        monkeypatch.setattr(weight_casts, "is_capturing", lambda device, now=capturing: now)
+        learn(module, step)
+        optimizer.step()
+        assert len(made) == expected
+        assert_current(module)
+
+
+@pytest.mark.gpu
+def test_replays_write_nowhere_else_when_eager_steps_have_gone_on(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("nothing is captured on a CPU")
+    module = block(device)
+    optimizer = loka.AdamW(module.parameters(), lr=0.01, capturable=True)
+    learn(module, 0)
+    gradient = module.weight.grad
+    assert gradient is not None
+    optimizer.step()
+    graph, _ = captured(optimizer.step)
+    module.weight.grad = gradient.clone()
+    optimizer.step()  # by other launches: the memory of those before is anybody's
+    others = [torch.zeros(128 * (1 + index % 4), device=device) for index in range(256)]
+    graph.replay()
+    assert not any(other.any() for other in others)
+    assert_current(module)
 
 
 def test_it_is_known_whose_weights_are_cast_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
