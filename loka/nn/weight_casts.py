@@ -44,6 +44,7 @@ _hook_installed = False
 class _CastOf(NamedTuple):
     weight: Tensor  # itself, for its address may be another's later; not by weakref, with which it could not be swapped
     mark: tuple[int, int]
+    shape: torch.Size  # as it was then: data of another may have been put into it
     in_step: bool = False  # by the optimizer itself, whose step is not over
 
 
@@ -123,7 +124,7 @@ def _mark_of(weight: Tensor) -> tuple[int, int]:
 def _note_cast_of(module: nn.Module, *, in_step: bool = False) -> None:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    module.__dict__[CAST_OF] = _CastOf(weight, _mark_of(weight), in_step)
+    module.__dict__[CAST_OF] = _CastOf(weight, _mark_of(weight), weight.shape, in_step)
 
 
 def only_holders() -> dict[int, HoldsWeightCasts]:
@@ -186,9 +187,11 @@ def _kind_of(cast: Tensor) -> tuple[object, ...]:
 
 
 def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
-    """Whether casts are held where ``weight`` lies: somebody may have moved its data."""
+    """Whether casts are held where ``weight`` lies, and of its shape: somebody may have moved its data, or put other there."""
     casts = _held_casts(module)
-    return bool(casts) and all(cast.device == weight.device for cast in casts)
+    if not casts or any(cast.device != weight.device for cast in casts):
+        return False
+    return vars(module)[CAST_OF].shape == weight.shape
 
 
 def _held_casts(module: nn.Module) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import loka
 from loka.nn import fused_block, weight_casts
 from loka.nn.adamw import is_cast_in_step
+from loka.nn.weight_casts import held
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
 
@@ -78,6 +79,27 @@ def test_averages_of_another_shape_are_torchs_to_refuse(
     gathered: list[list[Tensor]] = [[] for _ in range(6)]
     optimizer._init_group(optimizer.param_groups[0], *gathered)
     assert len(gathered[0]) == len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, loka.AdamW])
+@pytest.mark.parametrize("whole", [False, True], ids=["data", "parameter"])
+def test_a_weight_of_another_shape_is_not_cast_into_what_is_there(
+    device: torch.device, make: Callable[[torch.device], nn.Module], kind: type[torch.optim.AdamW], whole: bool
+) -> None:
+    """Of a larger one codes would lie behind their memory."""
+    module = make(device)
+    fewer = module.weight.detach()[:16].clone()
+    if whole:
+        module.weight = nn.Parameter(fewer)
+    else:
+        module.weight.data = fewer
+    optimizer = kind([module.weight], lr=0.01)
+    for step in range(2):
+        learn(module, step)
+        optimizer.step()
+        assert {codes.shape[0] for name, codes in held(module).items() if "codes" in name} == {16, fewer.shape[1]}
+        assert_current(module)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["deepcopy", "pickle"])
