@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from checked import BATCHES, SITES, check, loss
 from emulated_block import emulate
 from plans import ROWWISE, batch, plan_for, tower
 from torch import Tensor, nn
@@ -16,27 +17,12 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, FinerForward, Goal, Plan
-from loka.dispatch.check import CheckedPlan, _Trial
-from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteKernels
 from loka.kernels.operand import Operand
 
 STATIC = SiteKernels("reference.static", "reference.rowwise", "reference.static")  # holds values up to 16
-BATCHES = [batch(60, seed) for seed in range(3)]
-SITES = ("bottom", "top.0", "top.2")
-
-
-def loss(model: nn.Module, x: Tensor) -> Tensor:
-    """What the plain tower says is the truth, so that every error of a kernel is a loss."""
-    truth = tower()(x).detach()
-    return 1 + (model(x) - truth).square().mean() / truth.square().mean()
-
-
-def check(plan: Plan, model: nn.Module | None = None, batches: list[Tensor] = BATCHES, **limits: object) -> CheckedPlan:
-    limits = {"min_speedup": 0.0, "repeats": 1, **limits}  # emulated kernels are slow, which only the last test is about
-    return loka.check_plan(model or tower(), plan, batches, loss=loss, **limits)  # type: ignore[arg-type]
 
 
 def test_a_plan_that_is_good_passes_at_once() -> None:
@@ -246,74 +232,6 @@ def test_a_limit_that_nothing_meets_gives_all_back_worst_first() -> None:
     assert not any(site.is_low_precision for site in checked.plan.sites)
 
 
-def test_a_plan_that_is_slower_as_a_whole_gives_back_what_saves_least() -> None:
-    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
-    saves = {"bottom": 30.0, "top.0": 10.0, "top.2": 20.0, "head": 0.0}
-    sites = tuple(msgspec.structs.replace(site, time_us=100 - saves[site.site]) for site in plan.sites)
-    slow = Plan(msgspec.structs.replace(plan.document, sites=sites), {})
-    checked = check(slow, max_loss_change=1.0, min_speedup=1.2, repeats=3)  # float64 emulation is never that fast
-    assert checked.given_back == ("top.0", "top.2", "bottom")
-    assert checked.rounds[0].speedup < 1
-    assert "ran" in next(site.reason for site in checked.plan.sites if site.site == "top.0")
-
-
-def test_the_first_pass_of_each_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the plan and without it in turn: the first compiles, packs and allocates."""
-    passes_us = iter([900.0, 50.0, 10.0, 30.0])
-    monkeypatch.setattr("loka.dispatch.check._Trial._pass_us", lambda self: next(passes_us))
-    (only,) = check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0).rounds
-    assert only.speedup == 3.0
-
-
-def test_what_a_step_casts_is_asked_once_a_pass_and_not_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps in high precision would not pay for the answer, which takes as long as an optimizer has parameters."""
-    now, asked = _Trial._now, []
-    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: bool(asked.append("asked")))
-    monkeypatch.setattr(_Trial, "_now", lambda self: (asked.append("now"), now(self))[1])
-    check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0, repeats=1)
-    assert asked == 2 * ["asked", "now", "now", "now", "now"]  # by the plan, and without it
-
-
-def test_a_slow_plan_of_many_sites_takes_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model is compiled in every one of them."""
-    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(16)), nn.Linear(24, 1))
-    plan = plan_for(model, {str(index): ROWWISE for index in range(16)})
-    sites = tuple(msgspec.structs.replace(site, time_us=100.0 - index) for index, site in enumerate(plan.sites))
-    slow = Plan(msgspec.structs.replace(plan.document, sites=sites), {})
-    monkeypatch.setattr("loka.dispatch.check._Trial._speedup", lambda self, applied: 1.5 if len(applied.sites) <= 5 else 0.5)
-    checked = loka.check_plan(model, slow, BATCHES, loss=lambda m, x: 1 + m(x).square().mean(), max_loss_change=1.0)
-    assert [len(one.gave_back) for one in checked.rounds] == [4, 3, 3, 2, 0]
-    assert checked.given_back == tuple(str(index) for index in range(12))  # what saves least went first
-    assert sum(site.is_low_precision for site in checked.plan.sites) == 4
-
-
-@pytest.mark.parametrize(("goal", "per_pass"), [(Goal.TRAINING, len(BATCHES)), (Goal.SERVING, 0)])
-def test_a_training_step_pays_for_the_casts_of_weights(goal: Goal, per_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    casts = []
-    monkeypatch.setattr(PlannedLinear, "recast_after_step", lambda self: casts.append(self))
-    plan = plan_for(tower(), {"bottom": ROWWISE}, goal=goal)
-    check(plan, max_loss_change=1.0, repeats=4)
-    assert len(casts) == (1 + 4) * per_pass  # high precision casts none
-    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: True)
-    check(plan, max_loss_change=1.0, repeats=4)
-    assert len(casts) == 2 * (1 + 4) * per_pass  # no step can make its casts
-    monkeypatch.setattr(PlannedLinear, "can_step", lambda self: True)
-    check(plan, max_loss_change=1.0, repeats=4)
-    assert len(casts) == 2 * (1 + 4) * per_pass
-
-
-def test_a_step_casts_no_weight_of_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    casts = []
-    monkeypatch.setattr(PlannedLinear, "recast_after_step", lambda self: casts.append(self))
-    monkeypatch.setattr(PlannedLinear, "can_step", lambda self: True)
-    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: True)
-    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)), nn.Linear(24, 1))
-    model[1].weight = model[0].weight
-    plan, loss = plan_for(model, {str(index): ROWWISE for index in range(3)}), lambda m, x: 1 + m(x).square().mean()
-    loka.check_plan(model, plan, BATCHES, loss=loss, max_loss_change=1.0, min_speedup=0, repeats=1)
-    assert len(casts) == (1 + 1) * len(BATCHES) * 2  # of the two, and not of the third
-
-
 def test_a_compiled_model_may_be_compiled_again_as_often_as_it_takes() -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 8), nn.Linear(8, 1))
@@ -403,9 +321,9 @@ def test_mistakes_get_a_message() -> None:
     for name in ("max_loss_change", "min_speedup"):
         with pytest.raises(InvalidInput, match=f"{name} must be a number, got nan"):
             check(plan, **{name: math.nan})
-    for loss, got in ((lambda m, x: 0.5, "a float"), (lambda m, x: m(x), r"a tensor of \(")):
+    for wrong, got in ((lambda m, x: 0.5, "a float"), (lambda m, x: m(x), r"a tensor of \(")):
         with pytest.raises(InvalidInput, match=f"must be a tensor with one number, the mean over the batch; got {got}"):
-            loka.check_plan(model, plan, BATCHES, loss=loss)
+            loka.check_plan(model, plan, BATCHES, loss=wrong)
     with pytest.raises(InvalidInput, match="has no gradient: it must not detach"):
         loka.check_plan(model, plan, BATCHES, loss=lambda m, x: m(x).detach().mean())
     assert applied_to(model) is None
