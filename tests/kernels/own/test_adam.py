@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from loka.core.recipe import Format, Scaling
 from loka.kernels.operand import OperandSpec
 from loka.kernels.stepping import AdamStep, settings_of
+from loka.kernels.triton import adam
+from loka.kernels.triton.adam import launch_adam_by_rows
 from loka.kernels.triton.casts import NOT_WRITTEN, SCALINGS, Codes, Target, cast_matrix
 from loka.kernels.triton.recasts import can_step, remember_amax, rewrite_codes
 from loka.kernels.triton.share import cast_by_rows, has_powers, rewriting_by_rows, steps_by_rows
@@ -151,6 +154,11 @@ def test_interpreted_steps_by_rows(interpreter: None, rows: int, cols: int, opti
     check_by_rows(rows, cols, options, seed, torch.device("cpu"), found)
 
 
+def test_interpreted_steps_by_rows_of_several_tiles(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "RETRANSPOSED_BY", 5)  # of 24 tiles
+    check_by_rows(130, 516, Options(), 0, torch.device("cpu"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("found", [False, True])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 3), (129, 65), (640, 1000), (2048, 4096)])
@@ -236,6 +244,59 @@ class TestBothKinds:
         value = codes[0].float()[:40, :520] * (codes[1] if len(codes[1]) == 1 else codes[1][:40])
         assert weight.abs().min() > 1.0
         assert ((value - weight).abs() <= weight.abs() / 16).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, where codes saturate
+class TestPowers:
+    """Those that rows have, and the one for all of the transpose, where a step finds them."""
+
+    @pytest.fixture
+    def weight(self, where: torch.device) -> Tensor:
+        return randn(70, 520, 0, where, 0.02)
+
+    def test_only_what_has_another_is_written_twice(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        codes, launch = cast_by_rows(weight), adam.launch
+
+        def spoiling(kernel: Any, *given: Any, **named: Any) -> None:
+            launch(kernel, *given, **named)
+            if "square_ptr" in kernel.arg_names:
+                codes[0].view(torch.uint8).fill_(7)
+                codes[2].view(torch.uint8).fill_(7)
+
+        monkeypatch.setattr(adam, "launch", spoiling)
+        stays = adam_of(weight, Options(lr=0.0), steps=1)
+        launch_adam_by_rows(weight, codes, stays)
+        assert all((codes[index].view(torch.uint8) == 7).all() for index in (0, 2))
+        weight[66] /= 64
+        launch_adam_by_rows(weight, codes, stays)
+        assert (codes[0].view(torch.uint8) != 7).any(dim=1).nonzero().tolist() == [[66]]
+        assert (codes[2].view(torch.uint8) == 7).all()
+        weight[3] *= 64
+        launch_adam_by_rows(weight, codes, stays)
+        assert (codes[0].view(torch.uint8) != 7).any(dim=1).nonzero().tolist() == [[3]]
+        padded_CR = torch.zeros(codes[2].shape, device=weight.device)
+        padded_CR[:, :70] = weight.t() / codes[3]
+        assert torch.equal(codes[2].float(), padded_CR.to(torch.float8_e4m3fn).float())
+
+    @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
+    def test_a_row_of_any_values_is_written_and_so_is_what_it_becomes(self, weight: Tensor, value: float) -> None:
+        codes, before = cast_by_rows(weight), weight.clone()
+        run = rewriting_by_rows(weight, codes, adam_of(weight, Options(lr=0.0), steps=1))
+        for row, of_row in ((3, 0.0), (4, 1e-45), (5, 1e-39), (66, value)):
+            weight[row] = of_row
+        run()
+        for one, other in zip((*codes[:2], codes[3]), itertools.compress(cast_by_rows(weight), (1, 1, 0, 1)), strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0, equal_nan=True)
+        weight.copy_(before)
+        run()
+        assert_as_cast_by_rows(codes, weight)
+
+    @pytest.mark.parametrize("value", [0.0, 3.3, -float("nan")])
+    def test_scales_may_be_any(self, weight: Tensor, value: float) -> None:
+        codes = cast_by_rows(weight)
+        codes[1][::3], codes[1][1::3], codes[1][2::3], codes[3][:] = float("inf"), value, -1.0, value
+        launch_adam_by_rows(weight, codes, adam_of(weight, Options(), steps=1))
+        assert_as_cast_by_rows(codes, weight)
 
 
 def test_other_scalings_are_cast_apart() -> None:
