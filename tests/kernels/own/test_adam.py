@@ -154,8 +154,7 @@ def test_interpreted_steps_by_rows(interpreter: None, rows: int, cols: int, opti
     check_by_rows(rows, cols, options, seed, torch.device("cpu"), found)
 
 
-def test_interpreted_steps_by_rows_of_several_tiles(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "RETRANSPOSED_BY", 5)  # of 24 tiles
+def test_interpreted_steps_by_rows_of_several_tiles(interpreter: None) -> None:
     check_by_rows(130, 516, Options(), 0, torch.device("cpu"))
 
 
@@ -256,6 +255,7 @@ class TestPowers:
 
     def test_only_what_has_another_is_written_twice(self, weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         codes, launch = cast_by_rows(weight), adam.launch
+        monkeypatch.setattr(adam, "RETRANSPOSED_BY", 5)  # programs for 18 tiles
 
         def spoiling(kernel: Any, *given: Any, **named: Any) -> None:
             launch(kernel, *given, **named)
@@ -277,6 +277,13 @@ class TestPowers:
         padded_CR = torch.zeros(codes[2].shape, device=weight.device)
         padded_CR[:, :70] = weight.t() / codes[3]
         assert torch.equal(codes[2].float(), padded_CR.to(torch.float8_e4m3fn).float())
+
+    def test_the_largest_of_a_row_is_found_wherever_it_lies(self, where: torch.device) -> None:
+        weight = randn(3, 2052, 0, where)
+        codes = cast_by_rows(weight)
+        weight[1, 1000], weight[2, 2051] = 50.0, 100.0
+        launch_adam_by_rows(weight, codes, adam_of(weight, Options(), steps=1))
+        assert_as_cast_by_rows(codes, weight)
 
     @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
     def test_a_row_of_any_values_is_written_and_so_is_what_it_becomes(self, weight: Tensor, value: float) -> None:
