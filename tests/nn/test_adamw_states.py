@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -214,15 +215,19 @@ def test_launches_that_a_graph_captures_are_not_those_of_eager_steps(
 ) -> None:
     """Those have memory that is let go when a gradient lies elsewhere; the graph would go on writing there."""
     module = block(device)
-    optimizer, made = kind(module.parameters(), lr=0.01), []
-    make = fused_block.recasting_weight
-    monkeypatch.setattr(fused_block, "recasting_weight", lambda *given: made.append(make(*given)) or made[-1])
-    for step, (capturing, expected) in enumerate([(False, 1), (False, 1), (True, 2), (True, 3), (False, 3)]):
+    optimizer, ran, numbers, make = kind(module.parameters(), lr=0.01), [], itertools.count(), fused_block.recasting_weight
+
+    def numbered(*given: Any) -> Callable[[], None]:
+        run, number = make(*given), next(numbers)
+        return lambda: (ran.append(number), run())[1]
+
+    monkeypatch.setattr(fused_block, "recasting_weight", numbered)
+    for step, capturing in enumerate([False, False, True, True, False]):
         monkeypatch.setattr(weight_casts, "is_capturing", lambda device, now=capturing: now)
         learn(module, step)
         optimizer.step()
-        assert len(made) == expected
         assert_current(module)
+    assert ran == [0, 0, 1, 2, 0]
 
 
 @pytest.mark.gpu
