@@ -266,7 +266,8 @@ def _versions_kept_if_unmoved(holder: Any) -> AbstractContextManager[None]:
     """Within it, autograd does not notice that the casts of a weight are written again, if its optimizer has not moved it.
 
     An optimizer skips what has no gradient. The casts of such a weight come out as they were, and a backward pass that is still
-    to come may read them. (Not casting them at all would miss writes to ``.data``.)"""
+    to come may read them. (Not casting them at all would miss writes to ``.data``.) But values of a block's transpose that are
+    too small for e4m3's normal numbers were rounded once by a step of ``loka.AdamW``, and are twice by a cast."""
     known: _CastOf | None = vars(holder).get(CAST_OF)
     if holder.weight.grad is not None or known is None or known.mark != _mark_of(holder.weight):
         return nullcontext()
