@@ -21,10 +21,10 @@ from loka.kernels.triton.tiles import power_of_two
 WIDEST_ROW = 512  # that a warp has in its registers
 
 
-def sum_bags(table_RE: Tensor, rows_BN: Tensor, weight_BN: Tensor, first_P: Tensor, *, by_torch: bool = False) -> Tensor:
+def sum_bags(table_RE: Tensor, rows_BN: Tensor, weight_BN: Tensor, first_P: Tensor) -> Tensor:
     """Of each example P bags one behind the other, the first rows of which are at ``first_P`` of its N: bags × E. The table's
-    gradient is sparse, with a row for every id. ``by_torch``: not by our kernels anywhere."""
-    if not by_torch and _is_ours(table_RE):
+    gradient is sparse, with a row for every id."""
+    if _is_ours(table_RE):
         return _SumBags.apply(table_RE, rows_BN, weight_BN, first_P)
     n_examples, n_ids = rows_BN.shape
     first_BP = torch.arange(n_examples, device=rows_BN.device).unsqueeze(1) * n_ids + first_P

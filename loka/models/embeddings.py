@@ -55,7 +55,6 @@ class Embeddings(nn.Module):
         self.schema = schema
         self.dim = dim
         self.keep_sequence = keep_sequence
-        self.by_torch = False  # whether embeddings are summed by torch alone, and not by our kernels where they can run
         self.n_features = len(features) - (keep_sequence and schema.sequence_length > 0)
 
         self.table = nn.Parameter(torch.empty(sum(feature.n_rows for feature in features), dim))
@@ -86,8 +85,7 @@ class Embeddings(nn.Module):
             self._check_ids(ids_BN)
         valid_BN = ids_BN != PADDING
         n_ids = ids_BN.shape[1]
-        rows_BN, weight_BN = ids_BN.clamp(min=0) + self.offset_N, self._weights(valid_BN)
-        means_BPE = sum_bags(self.table, rows_BN, weight_BN, self.first_P, by_torch=self.by_torch)
+        means_BPE = sum_bags(self.table, ids_BN.clamp(min=0) + self.offset_N, self._weights(valid_BN), self.first_P)
         if not self.keep_sequence:
             return (means_BPE,)
         features_BPE, sequence_BLE = means_BPE.split((self.n_features, self.schema.sequence_length), dim=1)
