@@ -53,7 +53,10 @@ class _SumBags(torch.autograd.Function):
         rows_BN, weight_BN, first_P = ctx.saved_tensors
         row_gradient_KE = _row_gradients(gradients[0].contiguous(), weight_BN, first_P)
         indices_1K = rows_BN.flatten().unsqueeze(0)
-        return torch.sparse_coo_tensor(indices_1K, row_gradient_KE, ctx.shape, check_invariants=False), None, None, None
+        # By the operation that torch's own sparse gradients are made by: torch.sparse_coo_tensor of 2.11 warns of unchecked
+        # indices even where it is told not to check them.
+        gradient_RE = torch.ops.aten._sparse_coo_tensor_unsafe(indices_1K, row_gradient_KE, list(ctx.shape))
+        return gradient_RE, None, None, None
 
 
 @on_its_gpu
