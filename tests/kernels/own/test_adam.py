@@ -288,7 +288,8 @@ class TestPowers:
     @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
     def test_a_row_of_any_values_is_written_and_so_is_what_it_becomes(self, weight: Tensor, value: float) -> None:
         codes, before = cast_by_rows(weight), weight.clone()
-        run = rewriting_by_rows(weight, codes, adam_of(weight, Options(lr=0.0), steps=1))
+        adam = adam_of(weight, Options(lr=0.0), steps=1)  # held here: launches made again borrow its gradient
+        run = rewriting_by_rows(weight, codes, adam)
         for row, of_row in ((3, 0.0), (4, 1e-45), (5, 1e-39), (66, value)):
             weight[row] = of_row
         run()
