@@ -28,7 +28,7 @@ from loka.kernels.triton.share import has_powers
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
 from loka.measure.failure import is_of_memory, told
-from loka.measure.timing import copies_past_cache, time_together, whole_rotations
+from loka.measure.timing import BUDGET_S, copies_past_cache, time_together, whole_rotations
 from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
@@ -99,7 +99,8 @@ class Blocks:
         try:
             calls = block_calls(shape, block, copies=copies)
             with room_to_compile():
-                times = time_together(calls, self._device, turns=whole_rotations(copies))
+                turns, budget_s = whole_rotations(copies), BUDGET_S[self._device.type]
+                times = time_together(calls, self._device, turns=turns, budget_s=budget_s)
         except Exception as failure:
             if shape.cast_in_step and is_of_memory(failure):
                 return None

@@ -21,11 +21,10 @@ from loka.kernels.operand import Form
 from loka.measure.error import require_device
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled
-from loka.measure.timing import Candidate, time_together, whole_rotations
+from loka.measure.timing import BUDGET_S, Candidate, time_together, whole_rotations
 from loka.numerics.formats import torch_dtype
 
 ROUNDS = {"cuda": 11, "cpu": 9}
-BUDGET_S = 0.5  # of one part: a slow product on a CPU is timed a few times only
 Key = TypeVar("Key")
 Forms = tuple[Form, ...]
 NO_CAST: Forms = ()
@@ -148,6 +147,6 @@ class Speeds:
             self._device,
             turns=whole_rotations(copies) if kind == "cuda" else copies,
             rounds=ROUNDS[kind],
-            budget_s=BUDGET_S,
+            budget_s=BUDGET_S[kind],
         )
         return {key: times[name].median_us for name, key in names.items()}

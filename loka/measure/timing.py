@@ -16,6 +16,8 @@ import torch
 
 Candidate = Callable[[int], object]
 
+BUDGET_S = {"cuda": 0.04, "cpu": 0.5}  # of a survey's candidate: calls that take milliseconds are timed a few times only
+
 
 @dataclass(frozen=True)
 class Timing:

@@ -132,7 +132,7 @@ def test_casts_of_a_block_rotate_over_its_copies_and_their_states(cast_in_step: 
     monkeypatch.setattr(FusedBlock, "recast_after_step", lambda self: ran.append((id(self), 0)))
     monkeypatch.setattr(torch, "_fused_adamw_", lambda weights, *_, **__: by_torch.append(len(weights)))
 
-    def times(candidates: dict[str, Callable[[int], object]], *_: Any, turns: int) -> dict[str, Timing]:
+    def times(candidates: dict[str, Callable[[int], object]], *_: Any, turns: int, **__: Any) -> dict[str, Timing]:
         for turn in range(turns):
             for name in {"weight_cast", "step_without_cast"} & candidates.keys():
                 candidates[name](turn)
