@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, FinerForward, Refusal, SitePlan
-from loka.core.survey import GATE
+from loka.core.survey import GATE, SiteSurvey
 from loka.planner.costs import ROLES, SiteCosts, times_as_fast
-from loka.planner.limits import Limits
+from loka.planner.limits import Limits, why_biased
 from loka.planner.options import BlockOption, SiteOption
 from loka.planner.study import Study, finer_forwards
 
@@ -60,10 +60,17 @@ def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) ->
     candidate = option.kernels[role]
     time_us = candidate.gemm_us.get(costs.most_frequent_m, 0.0)
     if candidate.kernel == site.baseline:
-        return Choice(site.baseline, "no kernel that is accurate enough here makes the site faster", time_us=time_us)
+        return Choice(site.baseline, _why_baseline(site, role), time_us=time_us)
     estimate = candidate.error[GATE]
     reason = f"{candidate.recipe}: {GATE} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
     return Choice(candidate.kernel, reason, estimate, time_us)
+
+
+def _why_baseline(site: SiteSurvey, role: Role) -> str:
+    able = [c for c in site.candidates if c.role is role and c.kernel != site.baseline and c.why_not is None]
+    if able and all(why_biased(candidate) for candidate in able):
+        return "no kernel that was measured here sums a batch in full, as gradients of weights need: name one that does, or all"
+    return "no kernel that is accurate enough here makes the site faster"
 
 
 def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits) -> SitePlan:

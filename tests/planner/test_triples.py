@@ -321,6 +321,12 @@ def test_gradients_of_weights_are_summed_in_full() -> None:
     (refusal,) = [refusal for refusal in one.refused if refusal.role is Role.WGRAD]
     assert refusal.kernel == "a.fast"
     assert refusal.reason.startswith("sums a batch in the tensor core's own 14 bits")
+    without = [option for option in low if (option.kernel, option.role) != ("a.full", Role.WGRAD)]
+    told = plan_of(site("s", (*baseline(ALL_ROLES), *without), casts)).kernels[Role.WGRAD]
+    assert told.reason.startswith("no kernel that was measured here sums a batch in full")
+    slow = candidate("a.full", Role.WGRAD, {M: 1000.0}, forms=forms[Role.WGRAD], recipe="e4m3 rowwise")
+    told = plan_of(site("s", (*baseline(ALL_ROLES), *without, slow), casts)).kernels[Role.WGRAD]
+    assert told.reason == "no kernel that is accurate enough here makes the site faster"
 
 
 def test_of_kernels_with_the_same_casts_the_faster_wins() -> None:
