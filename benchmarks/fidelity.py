@@ -3,8 +3,8 @@
     python benchmarks/fidelity.py --criteo criteo_dac_80k.txt --movielens ml-1m
     python benchmarks/fidelity.py --models dlrm --steps 20 --batches 32            # planted rows and the synthetic stream alone
 
-A model stands still, at its initialization or after some steps of training. Of the batches that follow, none of which it was
-trained on, every second is the Probe's; the others are held out. What is predicted from the Record is the error over batches
+A model stands still, at its initialization or after some steps of training. Of the batches that follow, none of whose examples
+came before, every second is the Probe's; the others are held out. What is predicted from the Record is the error over batches
 of as many rows, drawn from it; what is true is the error over the held-out batches: the mean of mere_floored, and
 rms(error)/rms(reference) of all together. They come in two halves, whose difference shows how well the truth itself is
 known. Cases already in the results file are not repeated.
@@ -14,7 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ NEGLIGIBLE = 1e-4  # errors below it are alike
 MAX_ERROR = 0.2  # the gate of make_plan, by default
 TITLES = {
     "learned": "**learned by the Probe**",
+    "drawn": "the same, without what it saw of dw",
     "gaussian": "mean and covariance",
     "randn": "randn of the same rms",
     "reservoir": "rows that the Probe saw",
@@ -78,6 +79,9 @@ def study_case(case: Case, path: Path | None, steps: int, batch_size: int, batch
         for _ in range(steps):
             trainer.step(next(stream))
     net.embeddings.requires_grad_(False)
+    if per_epoch := data.batches_per_epoch(batch_size):  # what is left of one pass over it
+        left = islice(stream, per_epoch - (steps if case.stage == "trained" else 0))
+        stream = (batch for batch in chain(left, data.test(batch_size)) if len(batch.label_B) == batch_size)
     return study(net.dense_part, stream, lambda batch: F.binary_cross_entropy_with_logits(net(batch), batch.label_B), batches)
 
 
@@ -274,7 +278,7 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", default=["init", "trained"], choices=["init", "trained"])
     parser.add_argument("--steps", type=int, default=100, help="of training")
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--batches", type=int, default=128, help="for the Probe and held out, together")
+    parser.add_argument("--batches", type=int, default=512, help="for the Probe and held out, together, at most")
     parser.add_argument("--results", type=Path, help="results file to continue; default: one of today's in benchmarks/results")
     arguments = parser.parse_args()
     environment = current_environment(device_of(torch.device("cpu")))

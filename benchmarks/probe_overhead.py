@@ -5,8 +5,8 @@
 
 A plain step, one under an idle Probe and a sampled one take turns on the same trainer, so that a machine that slows down
 slows all alike; the fastest of each counts. The overhead is that of a hundred steps, one of them sampled: by the parts, as if
-all that is learned from a sample had to be waited for, and on a GPU by the clock too, a hundred steps without a Probe and a
-hundred under one in turn. Seconds are the clock's on a GPU, and those this process was busy on the CPU.
+all that is learned from a sample had to be waited for, and on a GPU by the clock too, 1,600 steps without a Probe and
+as many under one in turn. Seconds are the clock's on a GPU, and those this process was busy on the CPU.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from loka.train.trainer import Trainer
 
 FOLDER = Path(__file__).parent / "results"
 EVERY = 100
-SAMPLES = 4  # steps timed together: a Probe looks at some statistics at every second or fourth sample
-WHOLE_ROUNDS = 3
+SAMPLES = 16  # timed together: a Probe looks at some statistics at every second, fourth or sixteenth sample
+WHOLE_ROUNDS = 1
 
 
 def measure_overhead(model: str, preset: str, batch_size: int, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -85,15 +85,15 @@ def measure_overhead(model: str, preset: str, batch_size: int, device: torch.dev
 
 
 def _of_whole_runs(trainer: Trainer, batch: Any, device: torch.device) -> float:
-    """By how much EVERY steps under a Probe take longer than as many without, in percent."""
+    """By how much steps under a Probe, with SAMPLES among them, take longer than as many without, in percent."""
     probe = Probe(trainer.model.dense_part, every=EVERY)
 
     def plain() -> None:
-        for _ in range(EVERY):
+        for _ in range(EVERY * SAMPLES):
             trainer.step(batch)
 
     def probed() -> None:
-        for _ in range(EVERY):
+        for _ in range(EVERY * SAMPLES):
             with probe.step():
                 trainer.step(batch)
 
@@ -160,8 +160,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     notes = (
         f"Overhead by parts: what a sampled step takes beyond a plain one, learning included, over {EVERY}, with what an idle "
-        f"Probe takes, of a step. By the clock: {EVERY} steps under a Probe beside {EVERY} without, where learning a sample "
-        "hides behind the steps that follow.\n"
+        f"Probe takes, of a step. By the clock: {EVERY * SAMPLES} steps under a Probe beside as many without, where learning a "
+        "sample hides behind the steps that follow.\n"
     )
     table = f"{make_table(rows)}\n{notes}"
     environment = current_environment(device_of(device))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling, Transform
 
-STATIC_SCALE = 16 / 448  # what follows a BlockNorm of 256 features is at most √256 = 16
 NO_STATIC_DGRAD = "a static scale belongs to x behind a norm, and dgrad reads none"
 
 

@@ -7,10 +7,11 @@ from torch import Tensor
 from loka.core.gemm import TensorName
 from loka.core.recipe import Format, Scaling
 from loka.kernels.casting import CASTERS, Caster, CastProblem
-from loka.kernels.operand import STATIC_SCALE, Form, OperandSpec
+from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.triton.share import cast_by_rows
 from loka.measure.failure import told
 from loka.measure.timing import Candidate, copies_past_cache, time_together
+from loka.numerics.scaling import STATIC_SCALE
 
 COPY, FBGEMM, COMPILED = "copy", "fbgemm rowwise", "torch.compile rowwise"
 BY_ROWS = "blocks' own, both"  # rows as they lie by powers of two, and their codes transposed with one scale for all

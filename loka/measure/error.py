@@ -16,6 +16,7 @@ from torch import Tensor
 
 from loka.core.errors import LokaError
 from loka.core.estimate import Estimate
+from loka.core.gemm import Role
 from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.record import SiteRecord
 from loka.core.survey import GATE, Fault
@@ -24,6 +25,7 @@ from loka.kernels.transforms import checked_vector
 from loka.measure.failure import told
 from loka.measure.oracle import Oracle
 from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.measure.wgrad_correction import Factors, WgradCorrection
 from loka.numerics.formats import torch_dtype
 from loka.numerics.metrics import ErrorReport, ErrorSamples
 
@@ -61,6 +63,7 @@ class OptionError:
     flushed: float = 0.0
     saturated: float = 0.0
     silenced: float = 0.0
+    factors: Factors = field(default_factory=Factors)  # by which the errors of drawn rows are multiplied
 
     def add_lost(self, flushed: float, saturated: float, silenced: float) -> None:
         """What one more sample's casts lost, into the means: a scale hangs on the largest value, which not every batch has."""
@@ -81,12 +84,15 @@ class OptionError:
         """By metric, those that are numbers: a relative error where the reference is 0 is none."""
         if self.why_not is not None or not len(self.samples):
             return {}
-        return {metric: estimate for metric, estimate in self.samples.summary().items() if math.isfinite(estimate.high)}
+        summary = {metric: self.factors.applied(metric, estimate) for metric, estimate in self.samples.summary().items()}
+        return {metric: estimate for metric, estimate in summary.items() if math.isfinite(estimate.high)}
 
     @property
     def gate(self) -> float:
         """The mean by which options are compared; inf where there is none."""
-        return self.samples.estimate(GATE).mean if self.why_not is None and len(self.samples) else math.inf
+        if self.why_not is not None or not len(self.samples):
+            return math.inf
+        return self.factors.applied(GATE, self.samples.estimate(GATE)).mean
 
 
 def budgets_s(sites: Iterable[SiteRecord], device: torch.device) -> dict[str, float]:
@@ -104,12 +110,17 @@ def measure_errors(
     errors = {option: OptionError() for option in options}
     transforms = {option.transform for option in errors}
     samples = draw_tensors(site, len(errors), dtype, device, transforms)
+    correction = WgradCorrection(site)
     for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
         unknown = [option for option, error in errors.items() if not error.is_known]
         parts = SiteParts(tensors)
         oracle = Oracle(parts)
+        correction.add(tensors)
         for option in unknown:
             _add_sample(errors[option], option, parts, oracle if index < LOST_SAMPLES else None)
+    for option, error in errors.items():
+        if option.role is Role.WGRAD and option.transform is Transform.NONE:
+            error.factors = correction.factors(option.recipe, len(error.samples))
     return errors
 
 

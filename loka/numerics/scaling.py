@@ -20,6 +20,8 @@ from loka.core.errors import InvalidInput
 from loka.core.recipe import Format, Scaling
 from loka.numerics.formats import decode, encode, info, require_encodable
 
+STATIC_SCALE = 16 / 448  # what follows a BlockNorm of 256 features is at most √256 = 16
+
 _TRANSPOSED: dict[str, Scaling] = {  # by ``scaling.value``, see formats.py
     Scaling.TENSORWISE: Scaling.TENSORWISE,
     Scaling.STATIC: Scaling.STATIC,

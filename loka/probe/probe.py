@@ -172,7 +172,7 @@ class Probe:
         found = merged(self._found or [find_blocks(self._model)])
         producers, passed, cast_in_step = producers_of(found), passed_by(self._model), cast_in_steps(self._sites)
         dtype, inside_torch = self._dtype(), names_inside_torch(self._model)
-        with _outside_autograd():
+        with _outside_autograd(), exact_products(self._device):
             sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
         for name, site in sites.items():
             was_called, is_inside = bool(site.calls), name in inside_torch

@@ -10,13 +10,14 @@ from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import NEVER_CALLED, SiteRecord
-from loka.core.statistics import Statistic
+from loka.core.statistics import Rule, Statistic
 from loka.nn.blocks import Block
 from loka.numerics.formats import format_of, is_format
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call
 from loka.probe.weights import weight_learns, weight_of
+from loka.probe.wgrad_history import WgradHistory
 
 CALLS_LEFT_OUT = "called without a gradient too, and not learned from there: errors are those of the calls that train it"
 
@@ -32,6 +33,7 @@ class SiteLearning:
         self._trains = self._needs_dx = False
         self._calls: dict[int, int] = {}  # by their rows
         self._bias_norms = History()
+        self._wgrad_errors = WgradHistory()
         self._notes: dict[str, None] = {}
 
     @property
@@ -79,12 +81,16 @@ class SiteLearning:
         known = self._statistics
         self._statistics = absorb(known, rows, self._samples, fade) if known else observe(rows)
         self._samples += 1
+        if weight_learns(self._module):
+            self._wgrad_errors.add(rows, fade)
 
     def record(
         self, name: str, block: Block, producer: str | None, samples: int, more: dict[str, Statistic], notes: tuple[str, ...]
     ) -> SiteRecord:
         """All of it on the CPU, with ``more`` statistics and ``notes``; ``samples`` are those the Probe took."""
         module, weight_NK = self._module, weight_of(self._module)
+        if errors := self._wgrad_errors.state():
+            more = {**more, "wgrad_errors": Statistic(Rule.SUM, errors)}
         return SiteRecord(
             name=name,
             k=module.in_features,

@@ -1,7 +1,8 @@
 """Fidelity of the Probe: the FP8 errors predicted from what it learned, beside those on held-out batches of real rows.
 
-Other predictions stand beside: from a normal distribution of the same mean and covariance, from randn of the same rms, and from
-the very rows the Probe saw, which it does not keep. The last is as good as predictions from so many rows get.
+Other predictions stand beside: from the same rows drawn, without what the Probe saw 8 bits make of dw; from a normal
+distribution of the same mean and covariance; from randn of the same rms; and from the very rows the Probe saw, which it does
+not keep.
 
 Axes:  B batches,  M rows of a batch,  K in_features,  N out_features.
 """
@@ -22,12 +23,13 @@ from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.measure.wgrad_correction import Factors, WgradCorrection
 from loka.numerics.metrics import FLOOR_AXIS, mere_floored
 from loka.probe.probe import Probe
 from loka.probe.watch import watch
 
 METRICS = ("mere_floored", "relative_rms")
-PREDICTORS = ("learned", "gaussian", "randn", "reservoir")
+PREDICTORS = ("learned", "drawn", "gaussian", "randn", "reservoir")
 FEW = 4  # batches for fprop and dgrad, whose error is an average over rows; wgrad's is one of a whole batch
 DRAWN = 32  # batches a prediction is made of
 
@@ -103,7 +105,7 @@ def fidelity_of(rows: SiteRows, site: SiteRecord) -> SiteFidelity:
     predicted = {}
     for name in PREDICTORS:
         draw = _draw(name, rows, site, m, torch.Generator().manual_seed(0))
-        predicted[name] = _errors(draw, rows.weight_NK, DRAWN)
+        predicted[name] = _errors(draw, rows.weight_NK, DRAWN, WgradCorrection(site) if name == "learned" else None)
     return SiteFidelity((halves[0], halves[1]), predicted)
 
 
@@ -137,18 +139,20 @@ def _draw(predictor: str, rows: SiteRows, site: SiteRecord, m: int, generator: t
         return x_RK[chosen_M], dy_RN[chosen_M]
 
     sizes = [(float(part.double().square().mean().sqrt()), part.shape[1]) for part in (x_RK, dy_RN)]
-    return {"learned": learned, "randn": randn, "reservoir": reservoir}[predictor]
+    return {"learned": learned, "drawn": learned, "randn": randn, "reservoir": reservoir}[predictor]
 
 
-def _errors(draw: Draw, weight_NK: Tensor, n_batches: int) -> Errors:
-    """Over all batches: the mean of ``mere_floored``, and rms(error)/rms(reference).
+def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, correction: WgradCorrection | None = None) -> Errors:
+    """Over all batches: the mean of ``mere_floored``, and rms(error)/rms(reference), corrected as ``measure`` does.
 
     A batch's own relative_rms is as large as its dw happens to be small, and its mean takes hundreds of batches to settle.
     """
     sums: dict[Option, tuple[float, float, float]] = {}
     for index in range(n_batches):
         x_MK, dy_MN = draw()
-        parts = SiteParts(SiteTensors(x_MK, dy_MN, [weight_NK]))
+        parts = SiteParts(tensors := SiteTensors(x_MK, dy_MN, [weight_NK]))
+        if correction is not None:
+            correction.add(tensors)
         for option in fp8_options(*dy_MN.shape, weight_NK.shape[1]):
             if index >= FEW and option.role is not Role.WGRAD:
                 continue
@@ -159,8 +163,11 @@ def _errors(draw: Draw, weight_NK: Tensor, n_batches: int) -> Errors:
             sums[option] = (old[0] + float(new[0]), old[1] + float(new[1]), old[2] + float(new[2]))
     errors: Errors = {}
     for option, (floored, error, size) in sums.items():
-        batches = n_batches if option.role is Role.WGRAD else min(FEW, n_batches)
-        errors[f"{option.role} {option.recipe}"] = floored / batches, math.sqrt(error / size) if size > 0 else 0.0
+        is_wgrad = option.role is Role.WGRAD
+        factors = correction.factors(option.recipe, n_batches) if correction is not None and is_wgrad else Factors()
+        floored *= factors.of_values / (n_batches if is_wgrad else min(FEW, n_batches))
+        rms = factors.of_rms * math.sqrt(error / size) if size > 0 else 0.0
+        errors[f"{option.role} {option.recipe}"] = floored, rms
     return errors
 
 

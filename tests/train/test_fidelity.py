@@ -24,6 +24,21 @@ def test_predictors_are_held_to_held_out_batches() -> None:
     assert normal > 2 * exact  # what benchmarks on randn would say
 
 
+def pairs_that_cancel(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Of two rows next to each other x is nearly the same and dy the opposite."""
+    x_HK, dy_HN = torch.randn(64, 32, generator=generator), torch.randn(64, 16, generator=generator)
+    return torch.cat([x_HK, x_HK + 0.1 * torch.randn(64, 32, generator=generator)]), torch.cat([dy_HN, -dy_HN])
+
+
+def test_how_rows_of_a_batch_cancel_is_learned_too() -> None:
+    site = study_planted(pairs_that_cancel, torch.randn(16, 32, generator=torch.Generator().manual_seed(0)), 32)
+    for option in ("wgrad e4m3 rowwise", "wgrad e5m2·e4m3 tensorwise"):
+        for metric in range(2):
+            true = (site.halves[0][option][metric] + site.halves[1][option][metric]) / 2
+            assert abs(site.predicted["learned"][option][metric] - true) < 0.1 * true
+            assert site.predicted["drawn"][option][metric] < true / 3
+
+
 def test_heads_and_layers_without_gradients_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     batches = iter(lambda: torch.randn(32, 8), None)

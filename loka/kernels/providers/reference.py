@@ -9,9 +9,9 @@ from torch import Tensor
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.contract import add_kernel
-from loka.kernels.operand import NO_STATIC_DGRAD, STATIC_SCALE, Operand, OperandSpec, recipe_of
+from loka.kernels.operand import NO_STATIC_DGRAD, Operand, OperandSpec, recipe_of
 from loka.numerics.reference import gemm
-from loka.numerics.scaling import Quantized
+from loka.numerics.scaling import STATIC_SCALE, Quantized
 
 
 @dataclass(frozen=True)

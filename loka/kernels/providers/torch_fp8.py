@@ -8,7 +8,8 @@ from torch import Tensor
 from loka.core.gemm import SOURCES, Device, GemmProblem, Role, TensorName
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.kernels.contract import add_kernel
-from loka.kernels.operand import NO_STATIC_DGRAD, STATIC_SCALE, Operand, OperandSpec, recipe_of
+from loka.kernels.operand import NO_STATIC_DGRAD, Operand, OperandSpec, recipe_of
+from loka.numerics.scaling import STATIC_SCALE
 
 
 def missing_fp8(device: Device) -> str | None:

@@ -15,7 +15,6 @@ from loka.kernels.contract import add_kernel
 from loka.kernels.device import constant_when_traced
 from loka.kernels.operand import (
     NO_STATIC_DGRAD,
-    STATIC_SCALE,
     Form,
     Layout,
     Operand,
@@ -37,6 +36,7 @@ from loka.kernels.triton.casts import (
 )
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.recasts import can_step, remember_amax, remembered, rewriting
+from loka.numerics.scaling import STATIC_SCALE
 
 READS = (Format.BF16, Format.FP16, Format.FP32)
 

@@ -1,0 +1,112 @@
+"""Errors of gradients of weights, as rows that are drawn one by one get them wrong, and as they are told."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loka
+from loka.core.estimate import Estimate
+from loka.core.gemm import Role
+from loka.core.recipe import Format, Transform
+from loka.core.record import SiteRecord
+from loka.core.statistics import Rule, Statistic
+from loka.measure.error import measure_errors
+from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.measure.wgrad_correction import Factors, WgradCorrection
+from loka.numerics.wgrad_errors import some_rows, wgrad_errors
+
+CPU = torch.device("cpu")
+KERNELS = ("reference.tensorwise", "reference.rowwise")
+M, K, N = 128, 24, 16
+
+
+def pairs_that_cancel(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Of two rows next to each other, x is nearly the same and dy the opposite: little is left of dw."""
+    x_HK, dy_HN = torch.randn(M // 2, K, generator=generator), torch.randn(M // 2, N, generator=generator)
+    other_HK = x_HK + 0.1 * torch.randn(M // 2, K, generator=generator)
+    return torch.stack([x_HK, other_HK], 1).flatten(0, 1), torch.stack([dy_HN, -dy_HN], 1).flatten(0, 1)
+
+
+def probed(steps: int = 24, rows: int = 256) -> SiteRecord:
+    torch.manual_seed(0)
+    model, generator = nn.Sequential(nn.Linear(K, N, bias=False), nn.Linear(N, 1)), torch.Generator().manual_seed(0)
+    probe = loka.Probe(model, every=1, rows=rows, half_life=None)
+    for _ in range(steps):
+        x_MK, dy_MN = pairs_that_cancel(generator)
+        with probe.step():
+            y_MN = model[0](x_MK)
+            model[1](y_MN.detach()).sum().backward()
+            y_MN.backward(dy_MN)
+    return probe.record().sites["0"]
+
+
+def true_error(site: SiteRecord, kernel: str, metric: str) -> float:
+    generator = torch.Generator().manual_seed(1)
+    batches = [SiteParts(SiteTensors(*pairs_that_cancel(generator), [site.weight_NK])) for _ in range(50)]
+    return sum(getattr(parts.error(Option(kernel, Role.WGRAD)), metric) for parts in batches) / len(batches)
+
+
+@pytest.mark.parametrize("metric", ["mere_floored", "relative_rms"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_rows_that_are_drawn_one_by_one_miss_is_made_up_for(kernel: str, metric: str) -> None:
+    site, option = probed(), Option(kernel, Role.WGRAD)
+    true = true_error(site, kernel, metric)
+    told = measure_errors(site, [option], Format.FP32, CPU)[option]
+    assert told.estimates()[metric].mean == pytest.approx(true, rel=0.12)
+    without = {name: statistic for name, statistic in site.statistics.items() if name != "wgrad_errors"}
+    drawn = measure_errors(dataclasses.replace(site, statistics=without), [option], Format.FP32, CPU)[option]
+    assert drawn.estimates()[metric].mean < true / 3
+
+
+def test_only_wgrad_without_a_transform_is_corrected() -> None:
+    """The gate, by which options are compared, is too; forward and dgrad, of single rows, are not."""
+    site = probed()
+    options = [*(Option(KERNELS[0], role) for role in Role), Option(KERNELS[0], Role.WGRAD, Transform.CENTER)]
+    errors = measure_errors(site, options, Format.FP32, CPU)
+    assert [option for option in options if errors[option].factors != Factors()] == [Option(KERNELS[0], Role.WGRAD)]
+    corrected = errors[Option(KERNELS[0], Role.WGRAD)]
+    assert corrected.gate == corrected.estimates()["mere_floored"].mean
+
+
+@pytest.mark.parametrize(
+    ("ratio", "batches", "least", "most"),
+    [(1.1, 1, 1.0, 1.03), (1.1, 400, 1.095, 1.1), (10.0, 8, 9.8, 10.0), (0.1, 8, 0.1, 0.102), (1.0, 8, 1.0, 1.0)],
+)
+def test_a_ratio_is_trusted_as_far_as_it_is_no_chance(ratio: float, batches: int, least: float, most: float) -> None:
+    """A tenth more in one batch is; ten times as much in eight is not."""
+    site, generator = probed(1), torch.Generator().manual_seed(0)
+    tensors = SiteTensors(*site.sample(M, generator), [site.weight_NK])
+    errors = wgrad_errors([some_rows(tensors.x, tensors.dy)])
+    seen = {
+        "floored_W": batches * ratio * errors.floored_WB[:, 0],
+        "squares_W": batches * ratio**2 * errors.squares_WB[:, 0],
+        "size": batches * errors.size_B[0],
+        "rows": torch.tensor(float(batches * M)),
+        "count": torch.tensor(float(batches)),
+    }
+    statistics = {**site.statistics, "wgrad_errors": Statistic(Rule.SUM, seen)}
+    correction = WgradCorrection(dataclasses.replace(site, statistics=statistics))
+    correction.add(tensors)
+    factors = correction.factors(Option(KERNELS[0], Role.WGRAD).recipe, 1)
+    for factor in (factors.of_values, factors.of_rms):
+        assert least - 1e-6 <= factor <= most + 1e-6
+
+
+def test_fewer_rows_than_the_probe_looked_at_and_other_recipes_are_left_as_they_are() -> None:
+    site = probed(rows=64)
+    correction = WgradCorrection(site)
+    x_MK, dy_MN = site.sample(63, torch.Generator().manual_seed(0))
+    correction.add(SiteTensors(x_MK, dy_MN, [site.weight_NK]))
+    assert correction.factors(Option(KERNELS[0], Role.WGRAD).recipe, 1) == Factors()
+    correction.add(SiteTensors(*site.sample(64, torch.Generator().manual_seed(0)), [site.weight_NK]))
+    assert correction.factors(Option(KERNELS[0], Role.WGRAD).recipe, 1) != Factors()
+    assert correction.factors(Option("reference.int8_rowwise", Role.WGRAD).recipe, 1) == Factors()
+
+
+def test_factors_scale_an_interval_and_shift_decibels() -> None:
+    factors, estimate = Factors(2.0, 10.0), Estimate(3.0, 2.0, 5.0, 7)
+    assert factors.applied("mere_floored", estimate) == Estimate(6.0, 4.0, 10.0, 7)
+    assert factors.applied("relative_rms", estimate) == Estimate(30.0, 20.0, 50.0, 7)
+    assert factors.applied("sqnr_db", estimate) == Estimate(-17.0, -18.0, -15.0, 7)

@@ -1,0 +1,61 @@
+"""What a Probe notes of gradients of weights in 8 bits: of which rows, how it fades, and how it merges."""
+
+import pytest
+import torch
+from probed import probe_steps
+from torch import Tensor, nn
+
+from loka.core.moments import Covariance
+from loka.numerics.wgrad_errors import RECIPES, some_rows, wgrad_errors
+from loka.probe.statistics.contract import Rows
+from loka.probe.wgrad_history import SLOWER, TOGETHER, WgradHistory
+
+
+def rows_of(rows: int, *, size: float = 1.0) -> Rows:
+    return Rows(torch.randn(rows, 6), size * torch.randn(rows, 4), Covariance.FULL, rows)
+
+
+def sums_of(samples: list[Rows], fade: float = 1.0) -> dict[str, Tensor]:
+    """One by one, the oldest first."""
+    sums = dict.fromkeys(("floored_W", "squares_W", "size", "rows", "count"), torch.zeros((), dtype=torch.float64))
+    for sample in samples:
+        errors = wgrad_errors([some_rows(sample.x_RK, sample.dy_RN)])
+        new = (*(tensor[..., 0] for tensor in errors), float(len(sample.x_RK)), 1.0)
+        sums = {name: fade * old + value for (name, old), value in zip(sums.items(), new, strict=True)}
+    return sums
+
+
+@pytest.mark.parametrize("sizes", [[5] * 3, [5] * (2 * TOGETHER + 1), [5, 5, 7, 5, 7, 7]])
+def test_sums_are_those_of_samples_one_by_one(sizes: list[int]) -> None:
+    """However many wait to be looked at together, and of however many rows; looking in between changes nothing."""
+    samples = [rows_of(size) for size in sizes]
+    history, watched = WgradHistory(), WgradHistory()
+    for sample in samples:
+        history.add(sample, 0.5)
+        watched.add(sample, 0.5)
+        watched.state()
+    expected = sums_of(samples, fade=0.5**SLOWER)
+    for state in (history.state(), watched.state()):
+        torch.testing.assert_close(state, expected, rtol=1e-6, atol=0.0)
+
+
+def test_samples_without_gradients_count_for_nothing() -> None:
+    history, one = WgradHistory(), rows_of(5)
+    for sample in (one, rows_of(5, size=0.0), Rows(torch.randn(5, 6), None, Covariance.FULL, 5)):
+        history.add(sample, 1.0)
+    torch.testing.assert_close(history.state(), sums_of([one]), rtol=1e-6, atol=0.0)
+    assert WgradHistory().state() == {}
+
+
+def test_the_record_has_them_where_the_weight_learns() -> None:
+    """Of two records merged, both; of a frozen weight, none."""
+    model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    model[2].weight.requires_grad_(False)
+    one, other = (probe_steps(model, lambda model: model(torch.randn(32, 12)).pow(2).sum(), steps) for steps in (3, 2))
+    assert "wgrad_errors" not in one.sites["2"].statistics
+    of_both = one.merge(other).sites["0"].statistics["wgrad_errors"].tensors
+    parts = [record.sites["0"].statistics["wgrad_errors"].tensors for record in (one, other)]
+    assert parts[0]["floored_W"].shape == (len(RECIPES),)
+    for name, tensor in of_both.items():
+        torch.testing.assert_close(tensor, parts[0][name] + parts[1][name])
+    assert 4.5 < float(of_both["count"]) <= 5
