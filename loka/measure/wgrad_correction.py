@@ -19,6 +19,7 @@ from loka.numerics.wgrad_errors import RECIPES, WgradErrors, some_rows, wgrad_er
 
 # The logarithm of a ratio: as far as batches differ in it, of which one's dw is easily half as long as another's; and as it is.
 OF_A_BATCH, USUAL = 0.4, 0.2
+ALIKE_BY_CHANCE = 1.2  # of a batch's errors
 
 
 @dataclass(frozen=True)
@@ -42,25 +43,35 @@ class WgradCorrection:
     def __init__(self, site: SiteRecord) -> None:
         statistic = site.statistics.get("wgrad_errors")
         self._seen = statistic.tensors if statistic is not None and statistic.tensors["count"] > 0 else None
-        self._rows = round(float(self._seen["rows"] / self._seen["count"])) if self._seen else 0
         self._drawn: list[WgradErrors] = []
 
     def add(self, tensors: SiteTensors) -> None:
-        if self._seen is None or tensors.dy is None or len(tensors.x) < self._rows:
-            return  # fewer rows cancel less
-        self._drawn.append(wgrad_errors([some_rows(tensors.x[: self._rows].float(), tensors.dy[: self._rows].float())]))
+        if self._seen is not None and tensors.dy is not None:
+            self._drawn.append(wgrad_errors([some_rows(tensors.x.float(), tensors.dy.float())]))
 
     def factors(self, recipe: Recipe, samples: int) -> Factors:
         """Of an option that was measured with the first ``samples``; 1 for recipes that the Probe has not looked at."""
         drawn, as_full = self._drawn[:samples], dataclasses.replace(recipe, accumulation=Accumulation.FULL)
         if self._seen is None or not drawn or as_full not in RECIPES:
             return Factors()
-        index, count = RECIPES.index(as_full), float(self._seen["count"])
-        floored = _mean([errors.floored_WB[index] for errors in drawn])
-        squares = _ratio(_mean([errors.squares_WB[index] for errors in drawn]), _mean([errors.size_B for errors in drawn]))
-        of_values = _ratio(float(self._seen["floored_W"][index]) / count, floored)
-        of_squares = _ratio(_ratio(float(self._seen["squares_W"][index]), float(self._seen["size"])), squares)
+        index, seen = RECIPES.index(as_full), self._seen
+        count, squares = float(seen["count"]), float(seen["squares_W"][index])
+        grown = _grown(float(seen["alike_W"][index]) / squares if squares > 0 else 0.0, float(seen["times"]) / count, count)
+        of_values = _ratio(
+            math.sqrt(grown) * float(seen["floored_W"][index]) / count, _mean([errors.floored_WB[index] for errors in drawn])
+        )
+        of_squares = _ratio(
+            grown * _ratio(squares, float(seen["size"])),
+            _ratio(_mean([errors.squares_WB[index] for errors in drawn]), _mean([errors.size_B for errors in drawn])),
+        )
         return Factors(_trusted(of_values, count), _trusted(math.sqrt(of_squares), count))
+
+
+def _grown(alike: float, times: float, batches: float) -> float:
+    """How many times as large Σ error² is in ``times`` as many rows as it would be if all of it were chance. What is ``alike``
+    in all rows, a share of it, grows with their square; only as much is taken for that as cannot be chance itself."""
+    alike = min(1.0, max(0.0, alike - ALIKE_BY_CHANCE / math.sqrt(batches)))
+    return 1 - alike + alike * times
 
 
 def _trusted(ratio: float, batches: float) -> float:

@@ -1,14 +1,15 @@
 """What 8 bits make of the gradient of a weight, dw = dyᵀ·x, by every FP8 recipe, on rows as they are.
 
 The error of dw hangs on how far rows cancel in it, and on values that come again and again, of which a distribution of single
-rows says too little. So it is measured on rows of real batches, by the Probe, and on as many drawn ones: by what these two
-differ, drawn rows are wrong. Of a wide layer some features and outputs stand for all.
+rows says too little. So it is measured on rows of real batches, by the Probe, and on drawn ones: by what these two differ,
+drawn rows are wrong. Of a wide layer some features and outputs stand for all, and of a long batch some rows, beside the dw of
+all of them.
 
 Axes:  B batches,  R rows,  K in_features,  N out_features,  I some of the K,  J some of the N,  F of either,  W recipes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,55 +36,76 @@ RECIPES = (
 
 
 class SomeRows(NamedTuple):
-    """Some features of rows of x and of dy, and the largest magnitudes of all."""
+    """Some features of rows of x and of dy, and the largest magnitudes of all; dw of the whole batch, and how many times as
+    many rows that has."""
 
     x_RI: Tensor
     dy_RJ: Tensor
     x_amax: Tensor
     dy_amax: Tensor
+    dw_JI: Tensor
+    times: Tensor
 
 
 class WgradErrors(NamedTuple):
-    """By batch: ``mere_floored`` of each recipe, its Σ error², and Σ dw². Both sums are next to what Σ dw² would be if rows did
-    not cancel, so that batches of small gradients count like others; all are 0 where a batch has no gradient."""
+    """By batch: ``mere_floored`` of each recipe; its Σ error², and what of it is the same in all rows and no chance; and Σ dw².
+
+    Errors are those of the whole batch if they are all chance. Sums of squares are next to what Σ dw² would be if rows did not
+    cancel, so that batches of small gradients count like others. All are 0 where a batch has no gradient.
+    """
 
     floored_WB: Tensor
     squares_WB: Tensor
+    alike_WB: Tensor
     size_B: Tensor
 
 
-def some_rows(x_RK: Tensor, dy_RN: Tensor) -> SomeRows:
-    """Evenly spaced features."""
+def some_rows(x_RK: Tensor, dy_RN: Tensor, dw_NK: Tensor | None = None, batch_rows: int = 0) -> SomeRows:
+    """Evenly spaced features. Without the dw of a batch of ``batch_rows``, these rows are the batch."""
     x_RK, dy_RN = x_RK[:MOST_ROWS], dy_RN[:MOST_ROWS]
-    return SomeRows(_some(x_RK), _some(dy_RN), _amax(x_RK), _amax(dy_RN))
+    x_RI, dy_RJ = _some(x_RK), _some(dy_RN)
+    dw_JI = dy_RJ.mT @ x_RI if dw_NK is None else _some(_some(dw_NK).mT).mT
+    times = torch.full_like(dw_JI[0, 0], 1.0 if dw_NK is None else batch_rows / len(x_RK))
+    return SomeRows(x_RI, dy_RJ, _amax(x_RK), _amax(dy_RN), dw_JI, times)
 
 
 def wgrad_errors(batches: Sequence[SomeRows]) -> WgradErrors:
     """Of batches of equally many rows. Nobody waits for a device, and for several batches it takes no more operations."""
-    x_BRI, dy_BRJ, x_amax_B, dy_amax_B = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    x_unit_B, dy_unit_B = (torch.where(amax_B > 0, amax_B, 1.0) for amax_B in (x_amax_B, dy_amax_B))
-    x_BRI, dy_BRJ = x_BRI / x_unit_B[:, None, None], dy_BRJ / dy_unit_B[:, None, None]  # squares of gradients may leave FP32
-    x_of = {form: _cast(x_BRI, *form, x_unit_B) for form in {(of.b_format, of.b_scaling) for of in RECIPES}}
-    dy_of = {form: _cast(dy_BRJ, *form, dy_unit_B) for form in {(of.a_format, of.a_scaling) for of in RECIPES}}
-    dw_BJI = dy_BRJ.mT @ x_BRI
-    errors = [
-        torch.baddbmm(dw_BJI, dy_of[of.a_format, of.a_scaling].mT, x_of[of.b_format, of.b_scaling], beta=-1) for of in RECIPES
-    ]
+    x_BRI, dy_BRJ, x_amax_B, dy_amax_B, dw_BJI, times_B = (torch.stack(parts) for parts in zip(*batches, strict=True))
+    x_unit_B11, dy_unit_B11 = _unit(x_amax_B), _unit(dy_amax_B)
+    x_BRI, dy_BRJ, dw_BJI = x_BRI / x_unit_B11, dy_BRJ / dy_unit_B11, dw_BJI / x_unit_B11 / dy_unit_B11
+    of_x = {
+        Scaling.TENSORWISE: x_amax_B[:, None, None] / x_unit_B11,
+        Scaling.STATIC: STATIC_SCALE * info(Format.E4M3).max / x_unit_B11,
+    }
+    of_dy = {Scaling.TENSORWISE: dy_amax_B[:, None, None] / dy_unit_B11}
+    x_in = {form: _cast(x_BRI, *form, of_x) for form in {(recipe.b_format, recipe.b_scaling) for recipe in RECIPES}}
+    dy_in = {form: _cast(dy_BRJ, *form, of_dy) for form in {(recipe.a_format, recipe.a_scaling) for recipe in RECIPES}}
+    operands = [(dy_in[of.a_format, of.a_scaling], x_in[of.b_format, of.b_scaling]) for of in RECIPES]
+    rows = x_BRI.shape[1]
+    halves = [slice(0, rows // 2), slice(rows // 2, rows)]
+    errors = []  # of dw over each half of the rows
+    for half in halves:
+        exact_BJI = dy_BRJ[:, half].mT @ x_BRI[:, half]
+        errors.append(torch.stack([torch.baddbmm(exact_BJI, dy[:, half].mT, x[:, half], beta=-1) for dy, x in operands]))
+    error_WBJI = errors[0] + errors[1]
+    alike_WB = (errors[0] * errors[1]).sum((2, 3)) * (rows**2 / max(1, (rows // 2) * (rows - rows // 2)))
     uncancelled_B = (_norm(x_BRI, 2) * _norm(dy_BRJ, 2)).square().sum(1)
     weight_B = torch.where(uncancelled_B > 0, 1 / uncancelled_B, 0.0).double()
     return WgradErrors(
-        torch.stack([_floored(error_BJI, dw_BJI) for error_BJI in errors]).double(),
-        torch.stack([_norm(error_BJI, (1, 2)) for error_BJI in errors]).double().square() * weight_B,
-        _norm(dw_BJI, (1, 2)).double().square() * weight_B,
+        _floored(error_WBJI * times_B.sqrt()[:, None, None], dw_BJI).double(),
+        _norm(error_WBJI, (2, 3)).double().square() * weight_B,
+        alike_WB.double() * weight_B,
+        _norm(dw_BJI, (1, 2)).double().square() * weight_B / times_B,
     )
 
 
-def _floored(error_BJI: Tensor, dw_BJI: Tensor) -> Tensor:
+def _floored(error_WBJI: Tensor, dw_BJI: Tensor) -> Tensor:
     """As ``mere_floored`` with the rms of each column."""
     rms_B1I = _norm(dw_BJI, 1)[:, None] / math.sqrt(dw_BJI.shape[1])
     floor_BJI = torch.maximum(dw_BJI.abs(), FLOOR * rms_B1I)
-    ratio_BI = torch.where(rms_B1I > 0, error_BJI.abs() / floor_BJI, 0.0).mean(1)
-    return ratio_BI.sum(1) / (rms_B1I > 0).sum((1, 2)).clamp(min=1)
+    ratio_WBI = torch.where(rms_B1I > 0, error_WBJI.abs() / floor_BJI, 0.0).mean(2)
+    return ratio_WBI.sum(2) / (rms_B1I > 0).sum((1, 2)).clamp(min=1)
 
 
 def _some(values_RF: Tensor) -> Tensor:
@@ -98,25 +120,25 @@ def _norm(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     return torch.linalg.vector_norm(values, dim=dim)
 
 
-def _cast(values_BRF: Tensor, format: Format, scaling: Scaling, unit_B: Tensor) -> Tensor:
-    """What 8-bit codes of the values stand for, both in units of the largest of all. ``scaling`` is that of the transposed
-    tensor, whose rows are features."""
-    scale = _covered(values_BRF, scaling, unit_B) / info(format).max
-    codes_BRF = (values_BRF / scale).clamp(-info(format).max, info(format).max).to(info(format).dtype)
-    return codes_BRF.float() * scale
+def _unit(amax_B: Tensor) -> Tensor:
+    """A power of two near the largest magnitude: in such units the squares of small gradients do not leave FP32."""
+    _, exponent_B = torch.frexp(amax_B)
+    return torch.ldexp(torch.ones_like(amax_B), exponent_B)[:, None, None]
 
 
-def _covered(values_BRF: Tensor, scaling: Scaling, unit_B: Tensor) -> Tensor:
-    """The largest magnitude that each value's scale covers."""
-    if scaling is Scaling.TENSORWISE:
-        return torch.ones_like(unit_B)[:, None, None]
-    if scaling is Scaling.STATIC:
-        return (STATIC_SCALE * info(Format.E4M3).max / unit_B)[:, None, None]
+def _cast(values_BRF: Tensor, format: Format, scaling: Scaling, covered: Mapping[Scaling, Tensor]) -> Tensor:
+    """What 8-bit codes of the values stand for. ``scaling`` is that of the transposed tensor, whose rows are features; one
+    scale for all has a magnitude that it is to have ``covered``."""
+    amax = covered[scaling] if scaling in covered else _amax_of_blocks(values_BRF, scaling)
+    scale, largest = torch.where(amax > 0, amax, 1.0) / info(format).max, info(format).max
+    return (values_BRF / scale).clamp(-largest, largest).to(info(format).dtype).float() * scale
+
+
+def _amax_of_blocks(values_BRF: Tensor, scaling: Scaling) -> Tensor:
     if scaling is Scaling.ROWWISE:
-        amax_BPF = values_BRF.abs().amax(1, keepdim=True)
-        return torch.where(amax_BPF > 0, amax_BPF, 1.0)
+        return values_BRF.abs().amax(1, keepdim=True)
     rows = values_BRF.shape[1]
     amax_BPF = F.pad(values_BRF, (0, 0, 0, -rows % _BLOCK)).unflatten(1, (-1, _BLOCK)).abs().amax(2)
     if scaling is Scaling.BLOCK_128X128:  # all of the few features lie in one
         amax_BPF = amax_BPF.amax(2, keepdim=True)
-    return torch.where(amax_BPF > 0, amax_BPF, 1.0).repeat_interleave(_BLOCK, dim=1)[:, :rows]
+    return amax_BPF.repeat_interleave(_BLOCK, dim=1)[:, :rows]

@@ -21,7 +21,7 @@ class WgradHistory:
     def add(self, rows: Rows, fade: float) -> None:
         if rows.dy_RN is None:
             return
-        some = some_rows(rows.x_RK, rows.dy_RN)
+        some = some_rows(rows.x_RK, rows.dy_RN, rows.dw_NK, rows.m)
         if self._waiting and self._waiting[0].x_RI.shape != some.x_RI.shape:
             self._look()
         self._fade = fade**SLOWER
@@ -30,21 +30,23 @@ class WgradHistory:
             self._look()
 
     def state(self) -> State:
-        """Sums over all samples, empty where there were none: of ``WgradErrors``, of the rows and of the samples."""
+        """Sums over all samples, empty where there were none: of ``WgradErrors``, of how many times as many rows a batch has as
+        were looked at, and of the samples."""
         if self._waiting:
             self._look()
         return self._sums
 
     def _look(self) -> None:
         errors = wgrad_errors(self._waiting)
-        count, rows = len(self._waiting), self._waiting[0].x_RI.shape[0]
+        count, times_B = len(self._waiting), torch.stack([some.times for some in self._waiting]).double()
         weight_B = self._fade ** torch.arange(count - 1, -1, -1, dtype=torch.float64, device=errors.size_B.device)
         weight_B = weight_B * (errors.size_B > 0)  # without a gradient there is no error
         new = {
             "floored_W": errors.floored_WB @ weight_B,
             "squares_W": errors.squares_WB @ weight_B,
+            "alike_W": errors.alike_WB @ weight_B,
             "size": errors.size_B @ weight_B,
-            "rows": rows * weight_B.sum(),
+            "times": times_B @ weight_B,
             "count": weight_B.sum(),
         }
         faded = self._fade**count

@@ -1,6 +1,7 @@
 """Errors of gradients of weights, as rows that are drawn one by one get them wrong, and as they are told."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from loka.core.statistics import Rule, Statistic
 from loka.measure.error import measure_errors
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.wgrad_correction import Factors, WgradCorrection
-from loka.numerics.wgrad_errors import some_rows, wgrad_errors
+from loka.numerics.wgrad_errors import RECIPES, some_rows, wgrad_errors
 
 CPU = torch.device("cpu")
 KERNELS = ("reference.tensorwise", "reference.rowwise")
@@ -29,12 +30,12 @@ def pairs_that_cancel(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.stack([x_HK, other_HK], 1).flatten(0, 1), torch.stack([dy_HN, -dy_HN], 1).flatten(0, 1)
 
 
-def probed(steps: int = 24, rows: int = 256) -> SiteRecord:
+def probed(steps: int = 24, rows: int = 256, of: Callable[..., tuple[Tensor, Tensor]] = pairs_that_cancel) -> SiteRecord:
     torch.manual_seed(0)
     model, generator = nn.Sequential(nn.Linear(K, N, bias=False), nn.Linear(N, 1)), torch.Generator().manual_seed(0)
     probe = loka.Probe(model, every=1, rows=rows, half_life=None)
     for _ in range(steps):
-        x_MK, dy_MN = pairs_that_cancel(generator)
+        x_MK, dy_MN = of(generator)
         with probe.step():
             y_MN = model[0](x_MK)
             model[1](y_MN.detach()).sum().backward()
@@ -82,8 +83,9 @@ def test_a_ratio_is_trusted_as_far_as_it_is_no_chance(ratio: float, batches: int
     seen = {
         "floored_W": batches * ratio * errors.floored_WB[:, 0],
         "squares_W": batches * ratio**2 * errors.squares_WB[:, 0],
+        "alike_W": torch.zeros(len(RECIPES)),
         "size": batches * errors.size_B[0],
-        "rows": torch.tensor(float(batches * M)),
+        "times": torch.tensor(float(batches)),
         "count": torch.tensor(float(batches)),
     }
     statistics = {**site.statistics, "wgrad_errors": Statistic(Rule.SUM, seen)}
@@ -94,15 +96,36 @@ def test_a_ratio_is_trusted_as_far_as_it_is_no_chance(ratio: float, batches: int
         assert least - 1e-6 <= factor <= most + 1e-6
 
 
-def test_fewer_rows_than_the_probe_looked_at_and_other_recipes_are_left_as_they_are() -> None:
-    site = probed(rows=64)
+def test_recipes_that_the_probe_has_not_looked_at_are_left_as_they_are() -> None:
+    site = probed(4)
     correction = WgradCorrection(site)
-    x_MK, dy_MN = site.sample(63, torch.Generator().manual_seed(0))
-    correction.add(SiteTensors(x_MK, dy_MN, [site.weight_NK]))
-    assert correction.factors(Option(KERNELS[0], Role.WGRAD).recipe, 1) == Factors()
-    correction.add(SiteTensors(*site.sample(64, torch.Generator().manual_seed(0)), [site.weight_NK]))
+    correction.add(SiteTensors(*site.sample(M, torch.Generator().manual_seed(0)), [site.weight_NK]))
     assert correction.factors(Option(KERNELS[0], Role.WGRAD).recipe, 1) != Factors()
     assert correction.factors(Option("reference.int8_rowwise", Role.WGRAD).recipe, 1) == Factors()
+
+
+def chance(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(M, K, generator=generator), torch.randn(M, N, generator=generator)
+
+
+def the_same_in_all_rows(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Up to a sign, which x and dy share."""
+    sign_M1 = torch.where(torch.rand(M, 1, generator=generator) < 0.5, -1.0, 1.0)
+    row_K, row_N = torch.randn(K, generator=generator), torch.randn(N, generator=generator)
+    return sign_M1 * row_K, sign_M1 * row_N
+
+
+@pytest.mark.parametrize("rows", [chance, the_same_in_all_rows])
+def test_of_a_quarter_of_the_rows_the_error_is_that_of_all(rows: Callable[[torch.Generator], tuple[Tensor, Tensor]]) -> None:
+    """Errors by chance grow with the root of the number of rows, and dw too; those that are alike with it, and dw too."""
+    site = probed(24, rows=M // 4, of=rows)
+    generator, option = torch.Generator().manual_seed(1), Option(KERNELS[0], Role.WGRAD)
+    batches = [SiteParts(SiteTensors(*rows(generator), [site.weight_NK])) for _ in range(50)]
+    reports = [parts.error(option) for parts in batches]
+    told = measure_errors(site, [option], Format.FP32, CPU)[option].estimates()
+    for metric in ("mere_floored", "relative_rms"):
+        true = sum(getattr(report, metric) for report in reports) / len(reports)
+        assert told[metric].mean == pytest.approx(true, rel=0.2), metric
 
 
 def test_factors_scale_an_interval_and_shift_decibels() -> None:

@@ -71,6 +71,19 @@ def test_what_gradients_add_up_to_is_next_to_rows_that_do_not_cancel() -> None:
     assert wgrad_errors([alike, opposite]).size_B.tolist() == pytest.approx([2.0, 0.0])
 
 
+def test_some_rows_of_a_batch_are_held_to_the_gradient_of_all() -> None:
+    """The same rows four times: their errors are all alike, so four times as large, where chance would double them."""
+    x_RK, dy_RN = torch.randn(32, 6), torch.randn(32, 3)
+    x_MK, dy_MN = x_RK.repeat(4, 1), dy_RN.repeat(4, 1)
+    of_all = wgrad_errors([some_rows(x_MK, dy_MN)])
+    of_some = wgrad_errors([some_rows(x_RK, dy_RN, dy_MN.t() @ x_MK, 128)])
+    torch.testing.assert_close(2 * of_some.floored_WB, of_all.floored_WB, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(of_some.size_B, of_all.size_B, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(4 * of_some.squares_WB, of_all.squares_WB, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(of_all.alike_WB, of_all.squares_WB, rtol=1e-4, atol=0.0)
+    assert (of_some.alike_WB < 0.9 * of_some.squares_WB).all()
+
+
 def test_without_a_gradient_all_is_zero() -> None:
     x_RK = torch.randn(9, 5)
     errors = wgrad_errors([some_rows(x_RK, torch.zeros(9, 3)), some_rows(torch.zeros(9, 5), torch.randn(9, 3))])

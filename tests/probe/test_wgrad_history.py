@@ -12,15 +12,17 @@ from loka.probe.wgrad_history import SLOWER, TOGETHER, WgradHistory
 
 
 def rows_of(rows: int, *, size: float = 1.0) -> Rows:
-    return Rows(torch.randn(rows, 6), size * torch.randn(rows, 4), Covariance.FULL, rows)
+    """Of a batch of three times as many."""
+    x_MK, dy_MN = torch.randn(3 * rows, 6), size * torch.randn(3 * rows, 4)
+    return Rows(x_MK[:rows], dy_MN[:rows], Covariance.FULL, 3 * rows, dw_NK=dy_MN.t() @ x_MK)
 
 
 def sums_of(samples: list[Rows], fade: float = 1.0) -> dict[str, Tensor]:
     """One by one, the oldest first."""
-    sums = dict.fromkeys(("floored_W", "squares_W", "size", "rows", "count"), torch.zeros((), dtype=torch.float64))
+    sums = dict.fromkeys(("floored_W", "squares_W", "alike_W", "size", "times", "count"), torch.zeros((), dtype=torch.float64))
     for sample in samples:
-        errors = wgrad_errors([some_rows(sample.x_RK, sample.dy_RN)])
-        new = (*(tensor[..., 0] for tensor in errors), float(len(sample.x_RK)), 1.0)
+        errors = wgrad_errors([some_rows(sample.x_RK, sample.dy_RN, sample.dw_NK, sample.m)])
+        new = (*(tensor[..., 0] for tensor in errors), 3.0, 1.0)
         sums = {name: fade * old + value for (name, old), value in zip(sums.items(), new, strict=True)}
     return sums
 
