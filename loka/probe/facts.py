@@ -17,20 +17,19 @@ from loka.nn.graph import Kind
 from loka.nn.linear import LokaLinear, why_not_swapped
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, arguments_of
-from loka.probe.watch import Watch
+from loka.probe.watch import Run
 
 logger = logging.getLogger("loka")
 
 
-def blocks_of(model: nn.Module, seen: Watch, example: Example | None) -> FoundBlocks:
+def blocks_of(model: nn.Module, seen: Run, example: Example | None) -> FoundBlocks:
     """The blocks of ``model``, from one run on the example or the batch that was seen, or traced where it cannot be run."""
-    given = seen.example if example is None else arguments_of(example)
+    given = seen.given if example is None else arguments_of(example)
     if given is None:
         return find_blocks(model)
     device = device_of_sites(model).type
-    dtype = seen.example_autocast
     try:
-        with torch.autocast(device, dtype) if dtype else nullcontext():
+        with torch.autocast(device, seen.autocast) if seen.autocast else nullcontext():
             return find_blocks(model, given)
     except Exception as error:  # the user's model may not run twice on one batch; a trace knows less, and says so
         if example is not None:

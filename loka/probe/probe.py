@@ -53,7 +53,8 @@ class Probe:
     alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
     not tell. Behind the first sample the model's forward is run once more, without gradients, to see who reads what: on the
     batch of that sample, or on ``example``, its arguments in a tuple or by name in a dict, for a model that is trained by
-    other ways than its forward. So it is behind samples that called other layers than those before, as branches by domain do.
+    other ways than its forward. So it is behind samples that called other layers than those before, as branches by domain do,
+    and for each such call of the model in one sample.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class Probe:
         _require_baseline(dtypes)
         self._dtypes = dtypes
         self._look_who_reads_what(seen)
-        self._saw_forward |= bool(seen.calls) or seen.example is not None
+        self._saw_forward |= bool(seen.calls or seen.runs)
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         all_finite = _all_finite(seen)
@@ -215,14 +216,22 @@ class Probe:
                     site.learn(rows, self._fade)
 
     def _look_who_reads_what(self, seen: Watch) -> None:
-        """Behind the first step, and behind one that called other sites than those before it: models branch, by domain or
-        task."""
-        called = frozenset(seen.calls)
-        if not called or called in self._flows or len(self._found) == MOST_FLOWS:
-            return
-        found = blocks_of(self._model, seen, None if self._found else self._example)
+        """Behind the first step, and behind one that called other sites than those before it, in one call of the model or in
+        several: models branch, by domain, task or tower."""
+        for run in seen.runs_through_sites():
+            called = frozenset(run.called)
+            if not called or called in self._flows or len(self._found) == MOST_FLOWS:
+                continue
+            on_example = self._example is not None and not self._found
+            if on_example:
+                self._note_flow(blocks_of(self._model, run, self._example))
+            if called not in self._flows and not (on_example and run.given is None):
+                self._note_flow(blocks_of(self._model, run, None))
+            self._flows.add(called)
+
+    def _note_flow(self, found: FoundBlocks) -> None:
         self._found.append(found)
-        self._flows |= {called, frozenset(block.site for block in found if block.calls != 0)}
+        self._flows.add(frozenset(block.site for block in found if block.calls != 0))
 
     def _learn(self, sites: int) -> None:
         if not self._unlearned:

@@ -35,14 +35,27 @@ class Call:
 
 
 @dataclass
+class Run:
+    """One call of the model during the step."""
+
+    given: Arguments | None  # None for what was called past its forward
+    autocast: torch.dtype | None = None
+    called: set[str] = field(default_factory=set)  # sites
+
+
+@dataclass
 class Watch:
-    """What one step showed: the calls of every site in their order, the gradient of its weight, and the first arguments
-    the model was called with."""
+    """What one step showed: the calls of every site in their order, the gradient of its weight, and the calls of the model, one
+    for each set of sites that such a call went through."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     dw_NK: dict[str, Tensor] = field(default_factory=dict)
-    example: Arguments | None = None
-    example_autocast: torch.dtype | None = None
+    runs: list[Run] = field(default_factory=list)
+    running: Run | None = None
+
+    def runs_through_sites(self) -> list[Run]:
+        """Those of ``runs`` that called a site; where sites were called past the model's forward alone, one of these."""
+        return [run for run in self.runs if run.called] or [Run(None, called=set(self.calls))]
 
     def trained_calls(self, site: str) -> list[Call]:
         """The calls to learn from. Where some got a gradient, the others are repetitions: activation checkpointing runs a
@@ -72,7 +85,10 @@ def watch(
     """
     seen = Watch()
     chosen = functools.cache(lambda m: choose_rows(m, rows, generator))
-    handles = [model.register_forward_pre_hook(PassingHook(_example_hook(seen)), with_kwargs=True)]
+    handles = [
+        model.register_forward_pre_hook(PassingHook(_begin_run(seen)), with_kwargs=True),
+        model.register_forward_hook(PassingHook(_end_run(seen)), always_call=True),
+    ]
     hooks = {name: PassingHook(_site_hook(seen, name, chosen)) for name in sites}
     handles += [site.register_forward_hook(hooks[name], with_kwargs=True) for name, site in sites.items()]
     weights = {name: weight for name, weight in _own_weights(model, sites).items() if name in with_dw}
@@ -102,12 +118,22 @@ def _weight_hook(seen: Watch, name: str) -> Any:
     return hook
 
 
-def _example_hook(seen: Watch) -> Any:
+def _begin_run(seen: Watch) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if seen.example is None:
-            seen.example = Arguments(*tree_map(lambda leaf: leaf, (args, kwargs)))  # forward may take out of collections
-            device = device_of_sites(module).type
-            seen.example_autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        given = Arguments(*tree_map(lambda leaf: leaf, (args, kwargs)))  # forward may take out of collections
+        device = device_of_sites(module).type
+        seen.running = Run(given, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+
+    return hook
+
+
+def _end_run(seen: Watch) -> Any:
+    """Of runs through the same sites the first is enough: the batches of others are let go."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if seen.running is not None and all(run.called != seen.running.called for run in seen.runs):
+            seen.runs.append(seen.running)
+        seen.running = None
 
     return hook
 
@@ -124,6 +150,8 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
         chosen_R = chosen(m)
         call = Call(m, x_MK[chosen_R].float(), y.dtype, x.requires_grad)
         seen.calls.setdefault(name, []).append(call)
+        if seen.running is not None:
+            seen.running.called.add(name)
         if y.requires_grad:
             y.register_hook(lambda dy: _take_gradient(seen.calls[name], call, dy, chosen_R))
 

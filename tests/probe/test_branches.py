@@ -50,6 +50,44 @@ def test_a_model_that_branches_is_looked_at_in_every_branch() -> None:
     assert all(site.producer is None for site in record.sites.values())  # the body feeds now one tower, now the other
 
 
+@pytest.mark.parametrize("example", [None, (torch.randn(4, 8), "a"), (torch.randn(4, 8), "b")])
+def test_so_is_one_whose_branches_are_all_in_one_step(example: tuple[Tensor, str] | None) -> None:
+    """A plan that knew of one would take the activation away from the other."""
+    model, x = Domains(), torch.randn(32, 8)
+    probe = loka.Probe(model, every=1, example=example)
+    for _ in range(2):
+        with probe.step():
+            (model(x, "a").sum() + model(2 * x, "b").sum() + model(3 * x, "a").sum()).backward()
+    sites = probe.record().sites
+    assert [name for name, site in sites.items() if site.is_head] == ["head.a", "head.b"]
+    assert {(site.activation, site.producer, site.stays) for site in sites.values()} == {(None, None, None)}
+    assert {name: dict(site.calls) for name, site in sites.items() if name != "body"} == {
+        "tower.a": {32: 2.0}, "tower.b": {32: 1.0}, "head.a": {32: 2.0}, "head.b": {32: 1.0},
+    }  # fmt: skip
+
+
+def test_towers_that_the_model_is_called_for_one_by_one_are_planned_both() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 16), nn.ReLU()) for name in ("user", "item")})
+            self.out = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, *, side: str) -> Tensor:
+            return self.out(self.tower[side](x))
+
+    model = Towers()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        (model(torch.randn(32, 8), side="user") @ model(torch.randn(32, 8), side="item").t()).logsumexp(1).sum().backward()
+    sites = probe.record().sites
+    assert {name: (site.activation, site.is_head, site.stays) for name, site in sites.items()} == {
+        "tower.user.0": ("tower.user.1", False, None),
+        "tower.item.0": ("tower.item.1", False, None),
+        "out": (None, True, None),
+    }
+
+
 @pytest.mark.parametrize("order", [(False, True), (True, False)])
 def test_a_function_that_reads_a_weight_in_one_branch_is_told(order: tuple[bool, bool]) -> None:
     class Tied(nn.Module):
