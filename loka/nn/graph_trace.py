@@ -15,7 +15,7 @@ import torch.fx
 from torch import nn
 
 from loka.nn.graph import KEPT, Call, Graph, Kind, Method, kind_of_function, kind_of_module, plain_name
-from loka.nn.kept_state import left_as_it_was
+from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.within import within
 
 # What these give is no tensor: reading it is not reading the values.
@@ -25,7 +25,7 @@ _FACTS = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "size",
 def trace(model: nn.Module) -> Graph:
     """The calls of ``model``'s forward as far as they can be traced; ``untraceable`` names what could not, and why."""
     search = _Search(dict(model.named_modules()))
-    with left_as_it_was(model), warnings.catch_warnings():
+    with left_as_it_was(model), random_state_kept(model), warnings.catch_warnings():  # a trace draws what forward draws
         warnings.simplefilter("ignore")  # a forward that warns should warn its caller, not us
         search.try_tracing("")
     builder = _GraphBuilder(search)

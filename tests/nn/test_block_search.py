@@ -233,7 +233,8 @@ class Careless(nn.Module):
         self.count += 1
         self.last = x
         self.seen.append(x)
-        return F.dropout(self.norm(self.linear(x)), 0.5)
+        drawn = torch.rand(4) + random.random() + np.random.rand()  # noqa: NPY002
+        return F.dropout(self.norm(self.linear(x)) * drawn, 0.5)
 
 
 @pytest.mark.parametrize("with_example", [True, False])
@@ -241,8 +242,10 @@ def test_the_model_and_the_random_state_are_left_as_they_were(with_example: bool
     model = Careless()
     model.linear.register_forward_hook(lambda *_: None)
     seen, random_state, before = model.seen, torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    of_python, of_numpy = random.getstate(), np.random.get_state()[2:]  # noqa: NPY002
     find_blocks(model, (torch.randn(8, 4, generator=torch.Generator().manual_seed(0)),) if with_example else None)
     assert torch.equal(torch.get_rng_state(), random_state)
+    assert (random.getstate(), np.random.get_state()[2:]) == (of_python, of_numpy)  # noqa: NPY002
     assert (model.count, model.seen, hasattr(model, "last"), model.training) == (0, [], False, True)
     assert model.seen is seen
     assert len(model.linear._forward_hooks) == 1
