@@ -24,6 +24,7 @@ from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_ch
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
 from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
 from loka.nn.adamw import is_cast_in_step
+from loka.nn.fast_path import without_fast_path
 from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, unwrapped
@@ -122,7 +123,8 @@ def check_plan(
     limit = MAX_LOSS_CHANGE[plan.document.goal] if max_loss_change is None else max_loss_change
     learned = _learned_by(model, loss, held_out) if is_training else frozenset()  # serving never asks for gradients
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)
-    with _without_a_trace(model, learned), _room_to_compile(model):
+    as_it_runs = without_fast_path() if is_training else nullcontext()  # a trained model is judged in eval mode
+    with _without_a_trace(model, learned), _room_to_compile(model), as_it_runs:
         high = losses(model, held_out, loss)
         baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:

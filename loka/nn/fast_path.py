@@ -1,6 +1,21 @@
 """Sites that torch passes by when it serves: an encoder layer in eval mode reads their weights itself, without calling them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import nn
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """In eval mode, too, encoder layers call their parts, and encoders hand them no nested tensors: as it is in training."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def passed_by(model: nn.Module) -> dict[str, str]:

@@ -79,20 +79,38 @@ def test_experts_get_other_rows_when_their_router_is_rounded(goal: Goal) -> None
     assert checked.rounds[0].sites == 5
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_calls_with_nested_tensors_make_no_error() -> None:
-    """As inside an encoder that is given a mask."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-    model = nn.ModuleDict({"front": nn.Linear(16, 16), "encoder": nn.TransformerEncoder(layer, 1), "head": nn.Linear(16, 1)})
-    mask = torch.arange(5) >= torch.tensor([5, 3, 2, 4])[:, None]
+    model = nn.ModuleDict({"front": nn.Linear(16, 16), "body": nn.Linear(16, 16), "head": nn.Linear(16, 1)})
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return 1 + model["head"](model["encoder"](model["front"](x), src_key_padding_mask=mask)[:, :2]).square().mean()
+        jagged = torch.nested.nested_tensor_from_jagged(model["front"](x), torch.tensor([0, 5, 8, 20]))
+        return 1 + model["head"](model["body"](jagged).values().relu()).square().mean()
 
-    plan = plan_for(model, dict.fromkeys(("front", "encoder.layers.0.linear1"), ROWWISE))
-    checked = loka.check_plan(model, plan, [torch.randn(4, 5, 16)], loss=loss, **LIMITS)
+    plan = plan_for(model, dict.fromkeys(("front", "body"), ROWWISE))
+    checked = loka.check_plan(model, plan, [torch.randn(20, 16)], loss=loss, **LIMITS)
     assert checked.rounds[-1].sites == 2
+
+
+def test_an_encoder_with_a_mask_is_checked_as_it_trains() -> None:
+    """In eval mode torch passes its layers by, or hands them nested tensors, which run in high precision."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 1), "head": nn.Linear(16, 1)})
+    mask, x = torch.arange(5) >= torch.tensor([5, 3, 2, 4])[:, None], torch.randn(4, 5, 16)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return 1 + model["head"](model["encoder"](x, src_key_padding_mask=mask)[:, :2]).square().mean()
+
+    plan = plan_for(model, dict.fromkeys(("encoder.layers.0.linear1", "encoder.layers.0.linear2"), ROWWISE))
+    checked = loka.check_plan(model, plan, [x], loss=loss, **LIMITS)
+    high = loss(model, x).item()  # in train mode, without dropout
+    loka.apply_plan(model, plan)
+    change = loss(model, x).item() / high - 1
+    assert abs(change) > 1e-5
+    assert checked.baseline_loss == pytest.approx(high, rel=1e-6)
+    assert checked.rounds[-1].change.whole == pytest.approx(change, rel=1e-2)
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_loss_that_has_surely_risen_is_told_though_rounding_costs_nothing() -> None:
