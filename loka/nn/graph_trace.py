@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.fx
 from torch import nn
 
 from loka.nn.graph import KEPT, Call, Graph, Kind, Method, kind_of_function, kind_of_module, plain_name
-from loka.nn.kept_state import left_as_it_was, random_state_kept
+from loka.nn.kept_state import left_as_it_was, random_state_kept, rid_of
 from loka.nn.within import within
 
 # What these give is no tensor: reading it is not reading the values.
@@ -25,7 +26,11 @@ _FACTS = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "size",
 def trace(model: nn.Module) -> Graph:
     """The calls of ``model``'s forward as far as they can be traced; ``untraceable`` names what could not, and why."""
     search = _Search(dict(model.named_modules()))
-    with left_as_it_was(model), random_state_kept(model), warnings.catch_warnings():  # a trace draws what forward draws
+    with ExitStack() as stack:
+        stack.enter_context(left_as_it_was(model))
+        stack.enter_context(rid_of(torch.fx.Proxy, model))
+        stack.enter_context(random_state_kept(model))  # a trace draws what forward draws
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # a forward that warns should warn its caller, not us
         search.try_tracing("")
     builder = _GraphBuilder(search)
@@ -77,7 +82,8 @@ class _Search:
         finally:  # what fx leaves is a cycle that holds the modules: their weights would outlive them
             vars(tracer).clear()
         self.untraceable.pop(name, None)
-        held = (one for part in module.modules() for value in vars(part).values() for one in within(value, depth=3))
+        attributes = (value for part in module.modules() for value in vars(part).values())
+        held = (one for value in attributes for one in within(value, depth=3, objects=True))
         nodes = [one.node for one in held if isinstance(one, torch.fx.Proxy)]
         self.kept[name] = [node for node in nodes if node.graph is self.graphs[name]]
         return True

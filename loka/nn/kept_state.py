@@ -13,6 +13,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from loka.nn.within import own_attributes, within
+
 _MOST_ITEMS, _MOST_BYTES = 10_000, 2**26  # of a collection that is looked into, and of an array that is copied
 _COLLECTIONS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
@@ -45,6 +47,36 @@ def left_as_it_was(model: nn.Module, *given: object) -> Iterator[None]:
                 tensor.data.copy_(before)
         for undo in put_back:
             undo()
+
+
+@contextmanager
+def rid_of(kind: type, model: nn.Module) -> Iterator[None]:
+    """Wherever something of ``kind``, which nobody else makes, has come into what the objects of users' own classes hold that
+    modules hold, what was there before is put back, and nothing else: another thread may be at work in them."""
+    before = {id(table): (table, copy.copy(table)) for table in _tables_of_objects(model)}
+    try:
+        yield
+    finally:
+        for table, then in before.values():
+            if isinstance(table, dict):
+                for name in [name for name, value in table.items() if _holds(value, kind)]:
+                    table.update({name: then[name]}) if name in then else table.pop(name)
+            elif _holds(table, kind):
+                table.clear()
+                table.extend(then) if isinstance(table, list | deque) else table.update(then)
+
+
+def _tables_of_objects(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        for attribute in list(vars(module).values()):
+            for value in within(attribute, depth=4, objects=True):
+                table: Any = value if type(value) in _COLLECTIONS else own_attributes(value)
+                if len(table) <= _MOST_ITEMS:
+                    yield table
+
+
+def _holds(value: object, kind: type) -> bool:
+    return any(isinstance(one, kind) for one in within(value, depth=3))
 
 
 def _tables_of(model: nn.Module, *more: object) -> list[Any]:

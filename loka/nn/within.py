@@ -37,5 +37,11 @@ def _parts_of(value: object, objects: bool) -> Iterable[object]:
         return (value.__self__,)
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    is_theirs = type(value).__module__.partition(".")[0] not in _NOT_THEIRS
-    return list(vars(value).values()) if is_theirs and hasattr(value, "__dict__") else ()
+    return list(own_attributes(value).values())
+
+
+def own_attributes(value: object) -> dict[str, object]:
+    """The attributes of an object whose class is neither Python's nor torch's, where they lie; of others, and modules, none."""
+    if isinstance(value, type | nn.Module | Tensor) or type(value).__module__.partition(".")[0] in _NOT_THEIRS:
+        return {}
+    return getattr(value, "__dict__", {})

@@ -256,6 +256,37 @@ def test_the_model_and_the_random_state_are_left_as_they_were(with_example: bool
     assert model.linear.weight.grad is not None
 
 
+class Context:
+    """As users' own classes hold what layers leave there, beside what is none of a trace's business."""
+
+    def __init__(self) -> None:
+        self.losses, self.last, self.of_layer, self.calls, self.kind = [], None, {"first": 0}, 0, Kind
+
+
+class LeavesInContext(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.context = nn.Linear(4, 4), nn.Linear(4, 2), Context()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        self.context.losses.append(hidden.square().mean())
+        self.context.last, self.context.also = hidden, {"hidden": hidden}
+        self.context.of_layer["first"] = hidden
+        self.context.calls += 1
+        return self.head(hidden)
+
+
+def test_a_trace_leaves_nothing_in_objects_of_the_users_own() -> None:
+    """What it leaves is no tensor: a loss that sums it up would end in an error of torch.fx."""
+    model = LeavesInContext()
+    losses = model.context.losses
+    found = find_blocks(model)
+    assert "attribute" in {consumer.name for consumer in found.of("first").consumers}
+    assert vars(model.context) == {"losses": [], "last": None, "of_layer": {"first": 0}, "calls": 1, "kind": Kind}
+    assert model.context.losses is losses
+
+
 class KeepsItsCaller(nn.Module):
     """As torch does where it is first asked to compile: what its imports leave behind holds whoever caused them."""
 
