@@ -5,6 +5,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from torch import Tensor, nn
 
@@ -13,8 +14,8 @@ _NOT_THEIRS = ("builtins", "collections", "functools", "torch", "types")
 
 def within(value: object, depth: int, *, objects: bool = False) -> Iterator[object]:
     """``value``, and what it holds down to ``depth``: items of collections, and with ``objects`` the fields of dataclasses, the
-    attributes of objects whose class is neither Python's nor torch's, what a partial is given, and whose a bound method is.
-    Tensors and modules are not looked into."""
+    attributes of objects whose class is neither Python's nor torch's, what a partial is given, whose a bound method is, and
+    what a function closes over or has for defaults. Tensors and modules are not looked into."""
     yield value
     if depth:
         for part in _parts_of(value, objects):
@@ -35,9 +36,19 @@ def _parts_of(value: object, objects: bool) -> Iterable[object]:
         return (value.func, *value.args, *value.keywords.values())
     if isinstance(value, types.MethodType):
         return (value.__self__,)
+    if isinstance(value, types.FunctionType):
+        return _held_by_function(value)
     if dataclasses.is_dataclass(value):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     return list(own_attributes(value).values())
+
+
+def _held_by_function(function: types.FunctionType) -> Iterator[object]:
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # what is assigned later
+            yield cell.cell_contents
 
 
 def own_attributes(value: object) -> dict[str, object]:

@@ -404,6 +404,15 @@ def test_a_module_that_a_plain_list_holds_too_is_not_replaced_in_vain(kind: type
     loka.apply_plan(model, plan_for(model, {"lower": ROWWISE}))
 
 
+def calls(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    def call(x: Tensor) -> Tensor:
+        return layer(x).relu() if later else x
+
+    if layer is None:
+        later = True  # a cell that is empty
+    return call
+
+
 @pytest.mark.parametrize(
     ("hidden", "how"),
     [
@@ -413,6 +422,9 @@ def test_a_module_that_a_plain_list_holds_too_is_not_replaced_in_vain(kind: type
         (lambda model: functools.partial(checkpoint, model.lower, use_reentrant=False), "a plain partial"),
         (lambda model: functools.partial(map, layer=model.lower), "a plain partial"),
         (lambda model: model.lower.forward, "a plain method"),
+        (lambda model: calls(model.lower), "a plain function"),
+        (lambda model: lambda x, layer=model.lower: layer(x).relu(), "a plain function"),
+        (lambda model: [lambda x, *, layer=model.lower: layer(x).relu()], "a plain list"),
         (lambda model: model.lower, "put there past nn.Module"),
     ],
 )
