@@ -105,12 +105,17 @@ def _alone(block: Block) -> Block:
     return replace(block, norm=None, activation=None, consumers=(*block.consumers, Consumer(Kind.UNKNOWN, UNKNOWN_READER)))
 
 
-def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_torch: bool) -> str | None:
+def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_torch: bool, was_run: bool) -> str | None:
     """Why nothing can stand in for the layer, or should: a head would stay, so what may be one does too. Inside a module of
     torch's own nothing is a head."""
     if not isinstance(module, LokaLinear) and (reason := why_not_swapped(module)):
         return reason
     is_unknown = block.is_head is None and block.calls != 0
+    if is_unknown and was_run:
+        return (
+            "may be a prediction head: forward returns its output in an object of a class that is not looked into, or not at "
+            "all. Return it in a tuple, a dict or a dataclass"
+        )
     if is_unknown or (was_called and block.calls == 0 and not is_inside_torch):
         return (
             "may be a prediction head: who reads its output shows only in a run of forward, which failed or was not seen. "

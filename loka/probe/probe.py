@@ -21,7 +21,7 @@ from loka.core.record import Record, SiteRecord
 from loka.kernels.device import device_of
 from loka.nn.blocks import Block, FoundBlocks, find_blocks
 from loka.nn.fast_path import passed_by
-from loka.nn.graph import names_inside_torch
+from loka.nn.graph import Method, names_inside_torch
 from loka.nn.unwrap import Example, arguments_of, unwrapped
 from loka.numerics.formats import format_of
 from loka.probe.budget import plan_memory
@@ -173,12 +173,12 @@ class Probe:
         found = merged(self._found or [find_blocks(self._model)])
         producers, passed, cast_in_step = producers_of(found), passed_by(self._model), cast_in_steps(self._sites)
         dtype, inside_torch = self._dtype(), names_inside_torch(self._model)
+        was_run = bool(self._found) and all(flow.graph.method is Method.RUN for flow in self._found)
         with _outside_autograd(), exact_products(self._device):
             sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
         for name, site in sites.items():
-            was_called, is_inside = bool(site.calls), name in inside_torch
-            stays = why_stays(self._sites[name], found.of(name), was_called=was_called, is_inside_torch=is_inside)
-            stays = stays or self._why_apart(name, dtype)
+            known = {"was_called": bool(site.calls), "is_inside_torch": name in inside_torch, "was_run": was_run}
+            stays = why_stays(self._sites[name], found.of(name), **known) or self._why_apart(name, dtype)
             in_step = name in cast_in_step
             sites[name] = dataclasses.replace(site, stays=stays, stays_serving=passed.get(name), cast_in_step=in_step)
         return Record(

@@ -111,6 +111,30 @@ def test_a_branch_is_known_as_if_it_were_alone() -> None:
     assert record.sites["tower.b"].notes == ("never called",)
 
 
+def test_a_layer_whose_output_leaves_in_what_is_not_looked_into_is_told_so() -> None:
+    """An example, which is the remedy where forward was not run, would show no more of it."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
+
+        def forward(self, x: Tensor) -> torch.distributions.Categorical:
+            return torch.distributions.Categorical(logits=self.head(self.body(x).relu()))
+
+    model, x = Policy(), torch.randn(32, 8)
+    for example in (None, (x,)):
+        probe = loka.Probe(model, every=1, example=example)
+        with probe.step():
+            model(x).entropy().sum().backward()
+        sites = probe.record().sites
+        assert sites["body"].stays is None
+        assert sites["head"].stays == (
+            "may be a prediction head: forward returns its output in an object of a class that is not looked into, or not at "
+            "all. Return it in a tuple, a dict or a dataclass"
+        )
+
+
 def test_an_activation_behind_two_sites_is_behind_none() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
