@@ -85,10 +85,19 @@ def multiply(kernel: Kernel, role: Role, a: Operand, b: Operand, out_dtype: torc
     """Run ``kernel`` on operands cast to its specs. Empty problems never reach a library."""
     if not torch.compiler.is_compiling():
         _check(kernel, role, a, b, out_dtype, bias)
-    if 0 in (a.outer, b.outer, a.contraction):
+    if _is_empty(a, b):
         out = a.codes.new_zeros((a.outer, b.outer), dtype=out_dtype)
         return out if bias is None else out + bias.to(out_dtype)
     return kernel.multiply(a, b, out_dtype, bias)
+
+
+def _is_empty(a: Operand, b: Operand) -> bool:
+    """Of rows whose number depends on data (``x[mask]``) an exported program cannot ask: it goes on as with some."""
+    if not isinstance(a.outer, torch.SymInt):
+        return 0 in (a.outer, b.outer, a.contraction)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loaded where there is a SymInt
+
+    return guard_or_false(a.outer == 0) or 0 in (b.outer, a.contraction)
 
 
 def _check(kernel: Kernel, role: Role, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> None:

@@ -234,7 +234,7 @@ def test_it_is_exported_and_served_by_another_process(tmp_path: Path) -> None:
         loka.freeze(model, drop_high_precision=drop)
         program = torch.export.export(model, (batch(17),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
         torch.export.save(program, tmp_path / f"{kernel}-{drop}.pt2")
-        expected = {rows: (batch(rows), model(batch(rows))) for rows in (1, 2, 17, 100)}
+        expected = {rows: (batch(rows), model(batch(rows))) for rows in (0, 1, 2, 17, 100)}
         torch.save(expected, tmp_path / f"{kernel}-{drop}.expected")
     serve = """if True:
         import loka, sys, torch
@@ -249,6 +249,36 @@ def test_it_is_exported_and_served_by_another_process(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", serve, tmp_path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "8\n"), done.stderr
+
+
+class Routed(nn.Module):
+    """Rows go to an expert by what they hold, so that nobody knows beforehand how many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.expert, self.head = nn.Linear(24, 32), nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.front(x)
+        mine = (x[:, 0] > 0).nonzero().squeeze(-1)
+        return self.head(hidden.index_add(0, mine, self.expert(hidden[mine])))
+
+
+@pytest.mark.parametrize("kernel", ["onednn.int8", "onednn.int8_tensorwise", "onednn.int8_dynamic"])
+@torch.no_grad()
+def test_a_model_that_routes_rows_is_exported_and_compiled(kernel: str, fresh_compiler: None) -> None:
+    torch.manual_seed(0)
+    model = Routed()
+    sites = dict.fromkeys(("front", "expert"), SiteKernels(kernel, "torch.fp32", "torch.fp32"))
+    loka.apply_plan(model, plan_for(model, sites, goal=Goal.SERVING))
+    loka.freeze(model, drop_high_precision=True)
+    serve = torch.export.export(model, (batch(17),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},)).module()
+    in_one_piece = kernel != "onednn.int8_tensorwise"
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=in_one_piece):
+        compiled = torch.compile(model, fullgraph=in_one_piece, backend="eager")
+        for x in (batch(17), batch(3), batch(100), batch(17).abs(), -batch(17).abs()):  # some, all and none
+            assert torch.equal(serve(x), model(x))
+            assert torch.equal(compiled(x), model(x))
 
 
 def test_every_op_is_among_those_that_a_server_loads() -> None:

@@ -142,16 +142,30 @@ class OnednnCaster:
 
 def _cast(x: Tensor, spec: OperandSpec) -> Operand:
     rowwise = spec.scaling is Scaling.ROWWISE
-    if x.numel() == 0:  # there is nothing to reduce over
+    extremes = _extremes_of_rows(x) if rowwise else _extremes(x)
+    if extremes is None:
         scale = x.new_ones(x.shape[0] if rowwise else 1, 1, dtype=torch.float32)
-    else:  # half the time of abs().amax(); aminmax reads once, and by rows takes five times as long
-        lowest, highest = (x.amin(1), x.amax(1)) if rowwise else torch.aminmax(x)
+    else:  # half the time of abs().amax()
+        lowest, highest = extremes
         scale = scale_from_amax(torch.maximum(highest, -lowest).float().view(-1, 1), Format.INT8)
     # No clamp: |x| ≤ 127 scales. A NaN scale leaves codes undefined, and makes whatever they are NaN.
     codes = torch.div(x, scale).round_().to(torch.int8).contiguous()
     if spec.layout is Layout.ONEDNN and not torch.compiler.is_compiling():  # a traced graph packs when it multiplies
         _PACKED_FOR_INT8.get(codes)
     return Operand(codes, scale, x.shape[0], x.shape[1], spec)
+
+
+def _extremes_of_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The lowest and the highest value of each, of which there may be none; None where they have no values."""
+    return (x.amin(1), x.amax(1)) if x.shape[1] else None
+
+
+def _extremes(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Of all values. aminmax reads once, and by rows takes five times as long."""
+    if not isinstance(x.shape[0], torch.SymInt):
+        return None if x.numel() == 0 else torch.aminmax(x)
+    zero = x.new_zeros(1)  # which moves no scale: an exported program may be given no rows
+    return (torch.cat([x.amin(1), zero]).amin(), torch.cat([x.amax(1), zero]).amax()) if x.shape[1] else None
 
 
 Packed = TypeVar("Packed")
@@ -227,6 +241,8 @@ def onednn_int8_mm(
     a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """(a·bᵀ)·scales + bias. A tensor scale is applied by oneDNN; row scales of a, on Arm also of b, in passes over the sums."""
+    if not a_MK.shape[0]:  # as an exported program may be given
+        return a_MK.new_empty((0, b_NK.shape[0]), dtype=out_dtype)
     rowwise = a_scale.numel() != 1
     out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
         a_MK if IS_ARM else a_MK.view(torch.uint8) ^ 128,
@@ -259,6 +275,8 @@ def _(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: T
 
 @op("onednn_int8_dynamic_mm", "CPU")
 def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Tensor:
+    if not a_MK.shape[0]:
+        return a_MK.new_empty((0, b_NK.shape[0]))
     dynamic = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))
     # Its cast of a either raises on NaN or takes it for a number; both extremes are finite only where all values are.
     is_finite_M1 = a_MK.amax(1, keepdim=True).isfinite() & a_MK.amin(1, keepdim=True).isfinite()
