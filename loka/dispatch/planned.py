@@ -11,7 +11,7 @@ from loka.dispatch.rows import RowLimits, row_limits
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 from loka.nn.linear import LokaLinear, has_rows
-from loka.nn.weight_casts import held_tensor, hold
+from loka.nn.weight_casts import has_own_weight, held_tensor, hold
 from loka.numerics.formats import format_of, is_format
 
 _COUNTER = "high_precision_calls"
@@ -19,7 +19,7 @@ _COUNTER = "high_precision_calls"
 
 class PlannedLinear(LokaLinear):
     """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, or its dtype, or there
-    are none to be had, or where it was parametrized since, and counts such calls."""
+    are none to be had, or where it was parametrized or pruned since, and counts such calls."""
 
     rows: RowLimits
 
@@ -30,8 +30,7 @@ class PlannedLinear(LokaLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         is_taken = has_rows(input) and self.rows.take(input.numel() // self.in_features)
-        # Parametrized since, its weight is made, and may be drawn, whenever it is asked for: that is to be once a call.
-        if is_taken and "parametrizations" not in self._modules and is_format(self.weight.dtype):
+        if is_taken and has_own_weight(self) and is_format(self.weight.dtype):
             return super().forward(input)
         self.high_precision_calls.add_(1)
         return F.linear(input, self.weight, self.bias)

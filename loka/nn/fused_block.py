@@ -20,6 +20,7 @@ from loka.nn.linear import as_read, output_dtype, own_weight, require_input
 from loka.nn.stand_in import take_over
 from loka.nn.weight_casts import (
     drop_casts,
+    has_own_weight,
     holds_casts_of,
     holds_current_casts,
     keep_current,
@@ -110,8 +111,9 @@ class FusedBlock(nn.Module):
         rewrite_casts(self, weight_NK, lambda: recasting_weight(weight_NK, self._held_codes(), adam), adam)
 
     def tensors(self) -> BlockTensors | None:
-        """What the fused kernels read; None where they cannot run on the weight that is there now."""
-        if self.why_reference is not None:
+        """What the fused kernels read; None where they cannot run on the weight that is there now, or where it is
+        made in every call."""
+        if self.why_reference is not None or not has_own_weight(self):
             return None
         if holds_current_casts(self):
             codes = None if self.why_reference else self._held_codes()  # it may have been made again, and found unable
@@ -203,7 +205,8 @@ def _run(
     spec: ChainSpec | None, blocks: Sequence[FusedBlock], entry: nn.Module | None, outputs: tuple[int, ...], x: Tensor
 ) -> tuple[Tensor, ...]:
     """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused that can be by itself."""
-    require_input(x, blocks[0].weight)
+    if has_own_weight(blocks[0]):
+        require_input(x, blocks[0].weight)
     tensors = [block.tensors() if x.numel() > 0 else None for block in blocks]
     able = [of_block for of_block in tensors if of_block is not None]
     if spec is not None and len(able) == len(blocks) and _why_not_chained(blocks, entry) is None:

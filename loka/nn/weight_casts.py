@@ -78,6 +78,11 @@ def keep_current(holder: HoldsWeightCasts) -> None:
     _holders.add(holder)
 
 
+def has_own_weight(module: nn.Module) -> bool:
+    """Whether its weight is a parameter. One that was parametrized or pruned since makes it in every call, and may draw."""
+    return "weight" in module._parameters
+
+
 def leave_as_it_is(module: nn.Module) -> None:
     """No longer cast its weight after steps: another module has taken its place."""
     _holders.discard(module)

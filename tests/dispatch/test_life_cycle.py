@@ -4,7 +4,7 @@ are parametrized later, ambient autocast, batches that forward writes."""
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from emulated_block import emulate
 from plans import ROWWISE, batch, plan_for, tower
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import loka
 from loka.core.errors import InvalidInput, LokaError
@@ -21,14 +21,18 @@ from loka.core.gemm import Role
 from loka.core.plan import BlockPlan
 from loka.core.record import Record
 from loka.dispatch.guard import GuardEvent
+from loka.kernels.executor import SiteKernels
 from loka.train.workloads import open_workload
 
 SITES = {"bottom": ROWWISE, "top.0": ROWWISE, "top.2": ROWWISE}
 
 
-def planned() -> nn.Module:
+BLOCK = {"top.0": BlockPlan("triton.block", None, "top.1")}
+
+
+def planned(sites: Mapping[str, SiteKernels | BlockPlan] = SITES) -> nn.Module:
     model = tower()
-    loka.apply_plan(model, plan_for(model, SITES))
+    loka.apply_plan(model, plan_for(model, sites))
     return model
 
 
@@ -117,7 +121,7 @@ def test_what_is_drawn_is_the_same_inside_autocast() -> None:
 def test_forward_mode_derivatives_are_refused(fused: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     model = tower()
-    loka.apply_plan(model, plan_for(model, {"top.0": BlockPlan("triton.block", None, "top.1")} if fused else SITES))
+    loka.apply_plan(model, plan_for(model, BLOCK if fused else SITES))
     if frozen:
         loka.freeze(model)
     with torch.no_grad():
@@ -136,7 +140,7 @@ def test_gradients_through_a_vmap_are_refused(
     """Of what it is given, and of weights that stand in the place of a model's own. Without gradients it runs."""
     emulate(monkeypatch)
     model = tower()
-    loka.apply_plan(model, plan_for(model, {"top.0": BlockPlan("triton.block", None, "top.1")} if fused else SITES))
+    loka.apply_plan(model, plan_for(model, BLOCK if fused else SITES))
     if frozen:
         loka.freeze(model)
     batches, x = torch.stack([batch(8, seed) for seed in range(3)]), batch()
@@ -161,7 +165,10 @@ def test_gradients_through_a_vmap_are_refused(
             torch.testing.assert_close(over_inputs(batches), torch.stack([model(x) for x in batches]))
 
 
-def test_a_parametrization_that_is_put_on_later_runs_once_a_call() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parametrization_that_is_put_on_later_runs_once_a_call(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
     def directions(model: nn.Module) -> Tensor:
         torch.manual_seed(0)
         parametrizations.spectral_norm(model.top[0])
@@ -171,7 +178,25 @@ def test_a_parametrization_that_is_put_on_later_runs_once_a_call() -> None:
             optimizer.step()
         return model.top[0].parametrizations.weight[0]._u
 
-    assert torch.equal(directions(planned()), directions(tower()))
+    assert torch.equal(directions(planned(BLOCK if fused else SITES)), directions(tower()))
+
+
+@pytest.mark.parametrize("change", [parametrizations.weight_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_layer_whose_weight_is_made_in_every_call_learns_in_high_precision(
+    fused: bool, change: Callable[[nn.Module], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    models = planned(BLOCK if fused else {"top.0": ROWWISE}), tower()
+    for model in models:
+        change(model.top[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(40, step)).square().mean().backward()
+            optimizer.step()
+    for ours, plain in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, plain)
 
 
 def test_an_optimizer_steps_though_a_planned_layer_elsewhere_is_broken() -> None:
