@@ -73,7 +73,7 @@ def restore(model: nn.Module) -> None:
     """Put the user's own modules back, with the weights as they are now."""
     model = unwrapped(model)
     applied = required_applied(model)
-    require_own_parameters(applied)
+    require_own_parameters(applied, applied.sites)
     swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
     put_back(model, swaps)
     for swap in swaps:
@@ -87,6 +87,7 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     model = unwrapped(model)
     applied = required_applied(model)
     chain = [name for name in _chain_of(applied.plan, site) if name in applied.swaps]
+    require_own_parameters(applied, chain)
     before = [swap for name in chain for swap in applied.swaps.pop(name)]
     put_back(model, before)
     applied.plan = applied.plan.giving_back({site: reason})

@@ -42,7 +42,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     model = unwrapped(model)
     applied = required_applied(model)
     bytes_before = _bytes(model)
-    require_own_parameters(applied)
+    require_own_parameters(applied, applied.sites)
     keep_weight, bypassed = not drop_high_precision, passed_by(model)
     here = set(model.modules())  # users may have put others in their place
     modules = {site: module for site in applied.sites if (module := applied.module(site)) in here}

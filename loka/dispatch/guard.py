@@ -21,6 +21,7 @@ from loka.nn.linear import has_rows, input_of
 from loka.nn.passing_hook import PassingHook
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import unwrapped
+from loka.nn.weight_casts import has_own_weight
 
 logger = logging.getLogger("loka")
 
@@ -147,9 +148,10 @@ class Guard:
             self.events.append(event)
 
     def _give_back(self, site: str, role: Role, error: float) -> None:
-        recorded = self._sites.pop(site).recorded.get(role, math.nan)
+        recorded = self._sites[site].recorded.get(role, math.nan)
         event = GuardEvent(self.steps_seen - 1, site, role, error, recorded, self.bounds[role])
         give_back(self._model, site, f"given back by the Guard at step {event.step}: predicted error {error:.3g} at {role}")
+        self._sites.pop(site)
         self._follow_swaps()
         self.events.append(event)
         logger.warning("%s", event)
@@ -207,9 +209,10 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _is_watched(applied: AppliedPlan, site: str) -> bool:
-    """A block behind another, or with a norm in front, reads what a norm has bounded: its input cannot drift."""
+    """A block behind another, or with a norm in front, reads what a norm has bounded: its input cannot drift. One whose weight
+    is made in every call runs in high precision."""
     module = applied.module(site)
-    return not (isinstance(module, FusedBlock) and (module.follows or module.entry is not None))
+    return has_own_weight(module) and not (isinstance(module, FusedBlock) and (module.follows or module.entry is not None))
 
 
 @contextmanager
@@ -220,7 +223,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
     def watch(site: str) -> "torch.utils.hooks.RemovableHandle":
         def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
             x = input_of(args, kwargs)
-            if not has_rows(x) or len(seen.get(site, ())) == MOST_CALLS:
+            if not has_rows(x) or torch._C._functorch.is_functorch_wrapped_tensor(x) or len(seen.get(site, ())) == MOST_CALLS:
                 return
             x_MK = x.detach().reshape(-1, x.shape[-1])
             if not x_MK.shape[0]:
@@ -239,7 +242,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
 
         return sites[site].module.register_forward_hook(PassingHook(hook), with_kwargs=True)
 
-    handles = [watch(site) for site in sites]
+    handles = [watch(site) for site, watched in sites.items() if has_own_weight(watched.module)]
     try:
         yield seen
     finally:

@@ -79,9 +79,9 @@ def required_applied(model: nn.Module) -> AppliedPlan:
     raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
 
 
-def require_own_parameters(applied: AppliedPlan) -> None:
+def require_own_parameters(applied: AppliedPlan, sites: Iterable[str]) -> None:
     """Raise where a user has put pruning, a parametrization, a buffer or a module on a stand-in, which would be lost."""
-    for site in applied.sites:
+    for site in sites:
         current = applied.module(site)
         if not set(current._parameters) <= {"weight", "bias"} or "weight" not in current._parameters:
             raise InvalidInput(

@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from emulated_block import emulate
 from plans import Tower, batch, plan_for, tower
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import loka
@@ -349,6 +351,36 @@ def test_errors_are_the_same_inside_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = watched.errors(x, dy)
     assert {role: float(error) for role, error in inside.items()} == {role: float(error) for role, error in outside.items()}
+
+
+@pytest.mark.parametrize("change", [parametrizations.weight_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)])
+@pytest.mark.parametrize("guarded_first", [False, True])
+def test_a_layer_that_is_parametrized_or_pruned_later_is_left_alone(
+    guarded_first: bool, change: Callable[[nn.Module], object]
+) -> None:
+    """It runs in high precision; the others are watched."""
+    model, guard = guarded(every=1, max_error=1e-9)
+    change(model.bottom)
+    if not guarded_first:
+        guard = loka.Guard(model, record_of(tower()), every=1, max_error=1e-9)
+    run(model, guard, [batch(100)])
+    assert [event.site for event in guard.events] == ["top.0"]
+
+
+def test_what_a_user_has_put_on_a_layer_is_not_lost_when_it_drifts() -> None:
+    model, guard = guarded(every=1)
+    model.bottom.register_buffer("gain", torch.full((), 2.0))
+    for _ in range(2):  # it goes on watching
+        with pytest.raises(InvalidInput, match="bottom holds gain too"):
+            run(model, guard, [drifted(batch(100))])
+    assert (guard.events, float(model.bottom.gain)) == ([], 2.0)
+
+
+def test_calls_inside_of_a_vmap_are_not_looked_at() -> None:
+    model, guard = guarded(every=1)
+    with guard.step(), torch.no_grad():
+        torch.vmap(model)(torch.stack([batch(8, seed) for seed in range(3)]))
+    assert guard.events == []
 
 
 def test_a_resumed_guard_counts_on() -> None:
