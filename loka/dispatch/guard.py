@@ -92,7 +92,7 @@ class Guard:
         self.events: list[GuardEvent] = []
         self._applied = applied
         self._doubtful: set[tuple[str, Role]] = set()  # whose gradients were no numbers at the last check
-        self._generator = torch.Generator(device_of_sites(self._model)).manual_seed(0)  # the user's own stays untouched
+        self._generator = torch.Generator(device_of_sites(self._model))  # the user's own stays untouched
         self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
 
     @contextmanager
@@ -105,6 +105,7 @@ class Guard:
             return
         if applied_to(self._model) is not self._applied:
             raise InvalidInput("the plan that this Guard was made for is no longer applied to the model: make a new Guard")
+        self._generator.manual_seed(self.steps_seen)  # a resumed Guard draws the rows that this one would have
         with torch.compiler.set_stance("force_eager"), _watching(self._sites, self.rows, self._generator) as seen:
             yield
         self._check(seen)

@@ -393,6 +393,17 @@ def test_a_resumed_guard_counts_on() -> None:
     assert checks == [10]
 
 
+def test_a_resumed_guard_looks_at_the_rows_that_it_would_have_looked_at() -> None:
+    errors = []
+    for steps_before in (0, 2):
+        model, guard = guarded(every=1, rows=16)
+        guard.resume(steps_before, ())
+        run(model, guard, [batch(300, 0), batch(300, 1), drifted(batch(300, 2))][steps_before:])
+        errors.append([(event.step, event.error) for event in guard.events])
+    assert len(errors[0]) == 1
+    assert errors[0] == errors[1]
+
+
 def test_a_guard_is_resumed_with_its_own_events_once() -> None:
     _, guard = guarded(every=5)
     site = next(iter(guard._sites))
