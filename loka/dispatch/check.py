@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.errors import InvalidInput, require_kind
 from loka.core.gemm import Role
@@ -386,10 +387,17 @@ def _drop_gradients(tensors: Iterable[Tensor]) -> None:
         tensor.grad = None
 
 
+def _send_nothing(model: nn.Module) -> None:
+    """Other ranks may train, or not be as far: they would take what is checked here for their own steps."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = module.require_forward_param_sync = False
+
+
 @contextmanager
 def _without_a_trace(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
     """Gradients, what modules hold (buffers, mode, attributes), and random numbers are behind the block what they were in front
-    of it.
+    of it. DistributedDataParallel sends nothing within it.
 
     ``learned`` has gradients beside the model's own parameters.
     """
@@ -401,6 +409,7 @@ def _without_a_trace(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterat
         table.clear()  # of optimizers that step within backward
     try:
         with left_as_it_was(model), random_state_kept(model):
+            _send_nothing(model)
             yield
     finally:
         for parameter, gradient in gradients.items():

@@ -13,6 +13,7 @@ import loka
 
 @pytest.mark.slow
 def test_a_planned_model_trains_alike_on_both_ranks(tmp_path: Path) -> None:
+    """Also where one of them checks a plan by itself between two steps."""
     script = Path(__file__).with_name("ddp_rank.py")
     ranks = [
         subprocess.Popen([sys.executable, script, str(rank), tmp_path], stderr=subprocess.PIPE, text=True) for rank in (0, 1)
@@ -29,7 +30,7 @@ def test_a_planned_model_trains_alike_on_both_ranks(tmp_path: Path) -> None:
         for rank in (0, 1):
             (0.5 * model(batch(seed=10 * step + rank)).square().mean()).backward()
         optimizer.step()
-    for when in ("before", "after"):
+    for when in ("before", "after", "checked"):
         zero, one = (torch.load(tmp_path / f"{when}-{rank}.pt", weights_only=True) for rank in (0, 1))
         for name, value in model.state_dict().items():
             assert torch.equal(zero[name], one[name])
