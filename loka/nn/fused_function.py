@@ -22,7 +22,7 @@ from loka.nn.fused_steps import (
     norm_input,
     norm_input_backward,
 )
-from loka.nn.site import as_output, refuse_unseen_derivatives
+from loka.nn.site import as_output, refuse_transforms, refuse_unseen_derivatives
 
 
 class BlockTensors(NamedTuple):
@@ -64,6 +64,7 @@ def run_chain(spec: ChainSpec, x_MK: Tensor, tensors: Sequence[BlockTensors], ou
     """The outputs that ``spec`` names, in its order, differentiable once; x must have at least one row."""
     learned = [tensor for block in tensors for tensor in (block.weight_NK, block.bias_N) if tensor is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_MK, *learned)):
+        refuse_transforms()
         return _Chain.apply(x_MK, spec, out_dtype, *(tensor for block in tensors for tensor in block))
     refuse_unseen_derivatives(x_MK, *learned)
     return serve_chain(spec, x_MK, tensors, out_dtype)

@@ -39,10 +39,21 @@ def run_site(
         x_casts = _cast(executor, TensorName.X, x_MK, (Role.FPROP,), vectors)
         with no_autocast(x_MK):
             return executor.multiply(Role.FPROP, x_casts, weight_casts, x_MK.dtype, bias_N, vectors)
+    refuse_transforms()
     forms = tuple(weight_casts)
     tensors = [tensor for form in forms for tensor in (weight_casts[form].codes, weight_casts[form].scale)]
     features_K, shift_N = vectors or (None, None)
     return _Site.apply(x_MK, weight_NK, bias_N, features_K, shift_N, executor, forms, *tensors)
+
+
+def refuse_transforms() -> None:
+    """Call it in front of a Function of ours. Inside a transform torch itself says how to write another, or, compiled, takes it
+    for one without gradients."""
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidInput(
+            "8-bit layers have no derivatives by transforms of torch.func (grad, jacrev and the like): differentiate by "
+            "autograd (backward, torch.autograd.grad), or in high precision, behind loka.restore(model)"
+        )
 
 
 def refuse_unseen_derivatives(*tensors: Tensor | None) -> None:

@@ -132,6 +132,23 @@ def test_forward_mode_derivatives_are_refused(fused: bool, frozen: bool, monkeyp
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_derivatives_by_transforms_are_refused(
+    fused: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch, fresh_compiler: None
+) -> None:
+    emulate(monkeypatch)
+    model = planned(BLOCK if fused else SITES)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    for way in (torch.func.grad(loss), torch.func.jacrev(loss), torch.vmap(torch.func.grad(loss), (None, 0))):
+        with pytest.raises(InvalidInput, match=r"transforms of torch\.func .*restore"):
+            (torch.compile(way, backend="aot_eager") if compiled else way)(weights, torch.stack([batch(8), batch(8)]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_through_a_vmap_are_refused(
