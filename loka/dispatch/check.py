@@ -391,6 +391,11 @@ def _send_nothing(model: nn.Module) -> None:
     """Other ranks may train, or not be as far: they would take what is checked here for their own steps."""
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
+            if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
+                raise InvalidInput(
+                    "DistributedDataParallel sends the gradients of a static graph's first step in any case: call check_plan "
+                    "behind a training step, or with the module inside"
+                )
             module.require_backward_grad_sync = module.require_forward_param_sync = False
 
 

@@ -6,9 +6,32 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from plans import MIXED, batch, plan_for, tower
+from torch.nn.parallel import DistributedDataParallel
 
 import loka
+from loka.core.errors import InvalidInput
+
+
+def test_a_static_graph_is_checked_behind_its_first_step(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(tower(), static_graph=True)
+
+        def check() -> loka.Plan:
+            plan, batches = plan_for(parallel.module, MIXED), [batch(seed=seed) for seed in (100, 101)]
+            limits = {"max_loss_change": 1.0, "min_speedup": 0.0}
+            return loka.check_plan(parallel, plan, batches, loss=lambda m, x: m(x).square().mean(), **limits, repeats=1).plan
+
+        with pytest.raises(InvalidInput, match="behind a training step"):
+            check()
+        parallel(batch()).mean().backward()
+        before = [weight.grad.clone() for weight in parallel.parameters()]
+        assert len([site for site in check().sites if site.is_low_precision]) == len(MIXED)
+        assert all(torch.equal(weight.grad, grad) for weight, grad in zip(parallel.parameters(), before, strict=True))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow
