@@ -129,9 +129,11 @@ def _unit(amax_B: Tensor) -> Tensor:
 def _cast(values_BRF: Tensor, format: Format, scaling: Scaling, covered: Mapping[Scaling, Tensor]) -> Tensor:
     """What 8-bit codes of the values stand for. ``scaling`` is that of the transposed tensor, whose rows are features; one
     scale for all has a magnitude that it is to have ``covered``."""
-    amax = covered[scaling] if scaling in covered else _amax_of_blocks(values_BRF, scaling)
-    scale, largest = torch.where(amax > 0, amax, 1.0) / info(format).max, info(format).max
-    return (values_BRF / scale).clamp(-largest, largest).to(info(format).dtype).float() * scale
+    amax, (largest, dtype) = covered.get(scaling), (info(format).max, info(format).dtype)
+    amax = _amax_of_blocks(values_BRF, scaling) if amax is None else amax
+    scale = torch.where(amax > 0, amax, 1.0) / largest
+    codes_BRF = (values_BRF / scale).clamp_(-largest, largest).to(dtype)
+    return codes_BRF.float().mul_(scale)
 
 
 def _amax_of_blocks(values_BRF: Tensor, scaling: Scaling) -> Tensor:
