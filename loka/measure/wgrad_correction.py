@@ -43,11 +43,13 @@ class WgradCorrection:
     def __init__(self, site: SiteRecord) -> None:
         statistic = site.statistics.get("wgrad_errors")
         self._seen = statistic.tensors if statistic is not None and statistic.tensors["count"] > 0 else None
+        self._rows = round(float(self._seen["rows"] / self._seen["count"])) if self._seen else 0
         self._drawn: list[WgradErrors] = []
 
     def add(self, tensors: SiteTensors) -> None:
         if self._seen is not None and tensors.dy is not None:
-            self._drawn.append(wgrad_errors([some_rows(tensors.x.float(), tensors.dy.float())]))
+            x_RK, dy_RN = tensors.x[: self._rows].float(), tensors.dy[: self._rows].float()
+            self._drawn.append(wgrad_errors([some_rows(x_RK, dy_RN)]))
 
     def factors(self, recipe: Recipe, samples: int) -> Factors:
         """Of an option that was measured with the first ``samples``; 1 for recipes that the Probe has not looked at."""

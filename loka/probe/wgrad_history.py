@@ -30,8 +30,8 @@ class WgradHistory:
             self._look()
 
     def state(self) -> State:
-        """Sums over all samples, empty where there were none: of ``WgradErrors``, of how many times as many rows a batch has as
-        were looked at, and of the samples."""
+        """Sums over all samples, empty where there were none: of ``WgradErrors``, of the rows of batches, of how many times as
+        many they are as were looked at, and of the samples."""
         if self._waiting:
             self._look()
         return self._sums
@@ -46,6 +46,7 @@ class WgradHistory:
             "squares_W": errors.squares_WB @ weight_B,
             "alike_W": errors.alike_WB @ weight_B,
             "size": errors.size_B @ weight_B,
+            "rows": len(self._waiting[0].x_RI) * times_B @ weight_B,
             "times": times_B @ weight_B,
             "count": weight_B.sum(),
         }

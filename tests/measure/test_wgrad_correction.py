@@ -30,9 +30,17 @@ def pairs_that_cancel(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.stack([x_HK, other_HK], 1).flatten(0, 1), torch.stack([dy_HN, -dy_HN], 1).flatten(0, 1)
 
 
-def probed(steps: int = 24, rows: int = 256, of: Callable[..., tuple[Tensor, Tensor]] = pairs_that_cancel) -> SiteRecord:
+def probed(
+    steps: int = 24,
+    rows: int = 256,
+    of: Callable[..., tuple[Tensor, Tensor]] = pairs_that_cancel,
+    shared: bool = False,
+) -> SiteRecord:
+    """``shared``: with another layer, so that the gradient of the weight is not seen."""
     torch.manual_seed(0)
     model, generator = nn.Sequential(nn.Linear(K, N, bias=False), nn.Linear(N, 1)), torch.Generator().manual_seed(0)
+    if shared:
+        model.append(nn.Linear(K, N)).get_submodule("2").weight = model[0].weight
     probe = loka.Probe(model, every=1, rows=rows, half_life=None)
     for _ in range(steps):
         x_MK, dy_MN = of(generator)
@@ -85,6 +93,7 @@ def test_a_ratio_is_trusted_as_far_as_it_is_no_chance(ratio: float, batches: int
         "squares_W": batches * ratio**2 * errors.squares_WB[:, 0],
         "alike_W": torch.zeros(len(RECIPES)),
         "size": batches * errors.size_B[0],
+        "rows": torch.tensor(float(batches * M)),
         "times": torch.tensor(float(batches)),
         "count": torch.tensor(float(batches)),
     }
@@ -113,6 +122,20 @@ def the_same_in_all_rows(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     sign_M1 = torch.where(torch.rand(M, 1, generator=generator) < 0.5, -1.0, 1.0)
     row_K, row_N = torch.randn(K, generator=generator), torch.randn(N, generator=generator)
     return sign_M1 * row_K, sign_M1 * row_N
+
+
+def on_one_side(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Nothing cancels: the more rows, the smaller errors by chance are beside dw."""
+    x_MK, dy_MN = chance(generator)
+    return 1 + 0.3 * x_MK, 1 + 0.3 * dy_MN
+
+
+def test_some_rows_of_a_batch_whose_gradient_is_not_seen_are_compared_with_as_many() -> None:
+    site, option = probed(24, rows=M // 8, of=on_one_side, shared=True), Option(KERNELS[0], Role.WGRAD)
+    assert float(site.statistics["wgrad_errors"].tensors["rows"]) == 24 * (M // 8)
+    factors = measure_errors(site, [option], Format.FP32, CPU)[option].factors
+    assert factors.of_rms == pytest.approx(1.0, abs=0.15)
+    assert factors.of_values == pytest.approx(1.0, abs=0.15)
 
 
 @pytest.mark.parametrize("rows", [chance, the_same_in_all_rows])

@@ -19,10 +19,12 @@ def rows_of(rows: int, *, size: float = 1.0) -> Rows:
 
 def sums_of(samples: list[Rows], fade: float = 1.0) -> dict[str, Tensor]:
     """One by one, the oldest first."""
-    sums = dict.fromkeys(("floored_W", "squares_W", "alike_W", "size", "times", "count"), torch.zeros((), dtype=torch.float64))
+    sums = dict.fromkeys(
+        ("floored_W", "squares_W", "alike_W", "size", "rows", "times", "count"), torch.zeros((), dtype=torch.float64)
+    )
     for sample in samples:
         errors = wgrad_errors([some_rows(sample.x_RK, sample.dy_RN, sample.dw_NK, sample.m)])
-        new = (*(tensor[..., 0] for tensor in errors), 3.0, 1.0)
+        new = (*(tensor[..., 0] for tensor in errors), float(sample.m), 3.0, 1.0)
         sums = {name: fade * old + value for (name, old), value in zip(sums.items(), new, strict=True)}
     return sums
 
