@@ -20,6 +20,10 @@ class Role(StrEnum):
     DGRAD = "dgrad"
     WGRAD = "wgrad"
 
+    def __reduce_ex__(self, proto: object) -> tuple[type["Role"], tuple[str]]:
+        """By its value in every Python: 3.11.2 would ask ``getattr``, which torch does not load from a checkpoint."""
+        return type(self), (self.value,)
+
 
 class TensorName(StrEnum):
     """The three tensors of a site that are cast."""
