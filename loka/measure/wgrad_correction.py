@@ -17,9 +17,9 @@ from loka.core.record import SiteRecord
 from loka.measure.parts import SiteTensors
 from loka.numerics.wgrad_errors import RECIPES, WgradErrors, some_rows, wgrad_errors
 
-# The logarithm of a ratio: as far as batches differ in it, of which one's dw is easily half as long as another's; and as it is.
-OF_A_BATCH, USUAL = 0.4, 0.2
-ALIKE_BY_CHANCE = 1.2  # of a batch's errors
+OF_A_BATCH = 0.4  # deviation of the logarithm of one batch's error: its dw is easily half as long as another's
+USUAL = 0.2  # the logarithm of a ratio between seen and drawn rows, as it usually is
+ALIKE_BY_CHANCE = 1.2  # two deviations of one batch's share of errors that are alike in all rows, where none are
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 The error of dw hangs on how far rows cancel in it, and on values that come again and again, of which a distribution of single
 rows says too little. So it is measured on rows of real batches, by the Probe, and on drawn ones: by what these two differ,
 drawn rows are wrong. Of a wide layer some features and outputs stand for all, and of a long batch some rows, beside the dw of
-all of them.
+all of them. Several batches are cast and multiplied together, which ``quantize`` and ``mere_floored`` do not; tests hold it
+to those, one by one.
 
 Axes:  B batches,  R rows,  K in_features,  N out_features,  I some of the K,  J some of the N,  F of either,  W recipes.
 """
