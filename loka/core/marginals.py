@@ -4,7 +4,8 @@ A row of correlated normal numbers z becomes a row of values by v = Q(Φ(z)), fe
 occur again and again are then drawn as often as they were seen. Two batches' quantiles become those of all their rows, but
 for what lies between two levels.
 
-Axes:  R rows,  M rows drawn,  D features,  L levels,  P = 2·L points of two batches,  H Hermite coefficients.
+Axes:  R rows,  M rows drawn,  D features,  L levels,  E = L + 1 edges of their shares,  P = 2·L points of two batches,
+H Hermite coefficients.
 """
 
 import functools
@@ -75,18 +76,28 @@ def merge_quantiles(a: State, b: State) -> State:
 
     Of a value that was there, none in between: else zeros would become fewer from merge to merge. Another one every time, in
     even turns: were it always the middle one, a batch that is little beside all before it would never move a level.
+
+    To be sorted fast, a point says in its lowest bit whose it is, and so values lose it. The points up to one are so many of
+    a's and so many of b's, and how far they reach is the same in all features.
     """
     import torch
 
     count, merges = a["count"] + b["count"], a["merges"] + b["merges"] + 1
-    share_L, begin_L = _shares(a["values_LD"].shape[0], a["values_LD"].device)
-    share_P = torch.cat([share_L * float(a["count"] / count), share_L * float(b["count"] / count)])
-    points_DP, order_DP = _sorted_with_order(torch.cat([a["values_LD"], b["values_LD"]]).t().contiguous())
-    reaches_DP = share_P[order_DP].cumsum(1)
+    levels = a["values_LD"].shape[0]
+    share_L, begin_L = _shares(levels, a["values_LD"].device)
+    edge_E, share_of_a = torch.cat([begin_L, begin_L.new_ones(1)]), float(a["count"] / count)
+    reach_EE = share_of_a * edge_E[:, None] + (1 - share_of_a) * edge_E  # by the points of a, and those of b
     wanted_L = begin_L.add(share_L, alpha=float(merges) * GOLDEN % 1)
-    wanted_DL = wanted_L.expand(points_DP.shape[0], -1).contiguous()
-    at_DL = torch.searchsorted(reaches_DP, wanted_DL).clamp(max=points_DP.shape[1] - 1)
-    return {"values_LD": points_DP.gather(1, at_DL).t().contiguous(), "count": count, "merges": merges}
+    passed_EE = torch.searchsorted(wanted_L, reach_EE, right=True)  # levels that are reached
+
+    points = torch.cat([a["values_LD"].view(torch.int32) & -2, b["values_LD"].view(torch.int32) | 1])
+    points_DP = _sorted(points.view(torch.float32).t().contiguous()).view(torch.int32)
+    steps_DP = levels + 1 - levels * (points_DP & 1)  # through ``passed_EE``: a point of a is a row further, one of b a column
+    passed_DP = passed_EE.take(steps_DP.cumsum(1))
+    points_DE = torch.zeros_like(passed_DP[:, : levels + 1]).scatter_add_(1, passed_DP, torch.ones_like(passed_DP))
+    at_DL = points_DE.cumsum(1)[:, :levels].clamp(max=2 * levels - 1)  # the first point that reaches it
+    values_DL = (points_DP.gather(1, at_DL) & -2).view(torch.float32)
+    return {"values_LD": values_DL.t().contiguous(), "count": count, "merges": merges}
 
 
 def fade_quantiles(state: State, factor: float) -> State:
@@ -173,19 +184,6 @@ def _sorted(values_DR: "Tensor") -> "Tensor":
     import numpy as np
 
     return torch.from_numpy(np.sort(values_DR.numpy(), axis=1))
-
-
-def _sorted_with_order(values_DP: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Each row by size, and where its values were; which of two equal ones comes first is left open."""
-    import torch
-
-    if values_DP.device.type != "cpu":
-        values_DP, order_DP = values_DP.sort(dim=1)
-        return values_DP, order_DP
-    import numpy as np
-
-    order_DP = torch.from_numpy(np.argsort(values_DP.numpy(), axis=1))
-    return values_DP.gather(1, order_DP), order_DP
 
 
 def _hermite_coefficients(values_LD: "Tensor") -> "Tensor":

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from loka.core.latent import _quick_factor, latent_of
 from loka.core.marginals import (
+    GOLDEN,
+    REACH,
     fade_quantiles,
     latent_correlation,
     level_scores,
@@ -50,6 +52,28 @@ def test_merged_quantiles_are_nearly_those_of_all_rows(sizes: list[int], seed: i
     wanted_L = torch.special.ndtr(level_scores(LEVELS, share_LD.device))
     assert ((share_LD - wanted_L[:, None]).abs() <= 0.04 + 1.5 / len(rows_RD)).all()
     assert (state["values_LD"].diff(dim=0) >= 0).all()
+
+
+@given(rows=st.tuples(st.integers(1, 300), st.integers(1, 300)), levels=st.sampled_from([3, 33, 129]), seed=st.integers(0, 99))
+def test_a_merged_level_is_the_point_that_reaches_into_its_share(rows: tuple[int, int], levels: int, seed: int) -> None:
+    """Points of either side, each with its side's rows by its level's share, added up in float64 in order of size: up to the
+    value that a level takes they reach its place, and without that value they do not."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = (quantiles_of(torch.randn(count, 3, generator=generator).relu() - 0.25, levels) for count in rows)
+    merged = merge_quantiles(a, b)
+    edge_E = torch.special.ndtr(torch.linspace(-REACH, REACH, 2 * levels - 1, dtype=torch.float64)[1::2])
+    begin_L = torch.cat([torch.zeros(1), edge_E])
+    share_L = torch.cat([edge_E, torch.ones(1)]) - begin_L
+    place_L = begin_L + share_L * GOLDEN
+    points_PD = torch.cat([a["values_LD"], b["values_LD"]])
+    weight_P = torch.cat([share_L * rows[0], share_L * rows[1]]) / sum(rows)
+    for points_P, values_L in zip(points_PD.t(), merged["values_LD"].t(), strict=True):
+        near_LP = (points_P - values_L[:, None]).abs() <= 2**-22 * points_P.abs()  # a value may have lost its last bit
+        assert near_LP.any(1).all()
+        below_L = ((points_P < values_L[:, None]) & ~near_LP).double() @ weight_P
+        up_to_L = ((points_P < values_L[:, None]) | near_LP).double() @ weight_P
+        assert (below_L <= place_L + 1e-5).all()
+        assert (up_to_L >= place_L - 1e-5).all()
 
 
 def test_merging_keeps_values_that_occur_again_and_again() -> None:

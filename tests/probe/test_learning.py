@@ -2,9 +2,12 @@
 
 import itertools
 import logging
+import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from probed import probe_steps, small_model
 from torch import Tensor, nn
 
@@ -282,6 +285,16 @@ def test_values_are_counted_by_binade() -> None:
     counts = counts_by_binade(values).tolist()
     found = {("zero" if index == BINADES else index + LOWEST): count for index, count in enumerate(counts) if count}
     assert found == {"zero": 1, 0: 2, 1: 1, LOWEST: 1, LOWEST + BINADES - 1: 1, -1: 1}
+
+
+@given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30))
+def test_any_value_is_counted_where_its_exponent_says(values: list[float]) -> None:
+    """``math.frexp`` of a Python number says it too; subnormal numbers are no zeros."""
+    expected = [0.0] * (BINADES + 1)
+    for value in values:
+        place = math.frexp(value)[1] - 1 - LOWEST
+        expected[BINADES if value == 0 else min(max(place, 0), BINADES - 1)] += 1
+    assert counts_by_binade(torch.tensor([values], dtype=torch.float32)).tolist() == expected
 
 
 def test_a_history_keeps_even_intervals_from_the_first() -> None:

@@ -4,8 +4,6 @@ v is counted at e where 2^e ≤ |v| < 2^(e+1), for e from LOWEST on; both ends g
 that of zeros.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -14,6 +12,7 @@ from loka.core.statistics import Rule
 from loka.probe.statistics.contract import STATISTICS, Rows, add_sums
 
 LOWEST, BINADES = -48, 80
+_BIAS = 127
 VALUES = 2**16  # of a tensor, at most; of more, evenly spaced rows, which lie in the order of the calls and of the batch
 
 
@@ -32,20 +31,14 @@ class Binades:
 
 def counts_by_binade(values_RD: Tensor) -> Tensor:
     """In float64, in which sums of counts are exact."""
-    values_V = values_RD[:: -(-values_RD.numel() // VALUES)].flatten().abs()
-    bin_V = torch.bucketize(values_V, _edges(values_V.device), right=True)
+    values_V = values_RD[:: -(-values_RD.numel() // VALUES)].flatten()
+    exponent_V = (values_V.view(torch.int32) >> 23 & 0xFF) - _BIAS  # as FP32 has it
+    bin_V = exponent_V.sub_(LOWEST).clamp_(0, BINADES - 1).masked_fill_(values_V == 0, BINADES)
     if values_V.device.type == "cpu":
         counts_B = torch.bincount(bin_V, minlength=BINADES + 1)
     else:  # where bincount would ask for the largest bin, and wait
         counts_B = (bin_V[:, None] == torch.arange(BINADES + 1, device=bin_V.device)).sum(0)
-    return counts_B.roll(-1).double()
-
-
-@functools.lru_cache(maxsize=8)
-def _edges(device: torch.device) -> Tensor:
-    """Where bins begin but the first, which is that of zeros."""
-    lowest = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
-    return torch.tensor([lowest, *(2.0**e for e in range(LOWEST + 1, LOWEST + BINADES))], dtype=torch.float32, device=device)
+    return counts_B.double()
 
 
 def share_below(counts_B: Tensor, binades: int) -> float:
