@@ -24,9 +24,9 @@ from loka.nn.fast_path import passed_by
 from loka.nn.graph import Method, names_inside_torch
 from loka.nn.unwrap import Example, arguments_of, unwrapped
 from loka.numerics.formats import format_of
+from loka.probe.aside import Aside, exactly
 from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
-from loka.probe.exact import exact_products
 from loka.probe.facts import blocks_of, cast_in_steps, merged, producers_of, why_stays
 from loka.probe.findings.contract import find_all
 from loka.probe.site_learning import CALLS_LEFT_OUT, SiteLearning
@@ -46,8 +46,9 @@ class Probe:
 
     Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
     run as without a Probe: compiled graphs stay, and the host never waits for the device. What a sample showed is learned a
-    few sites at a time behind the steps that follow, where a GPU still has work and the host has time. Statistics take at most
-    ``memory_budget`` bytes, of which ``memory`` tells how many and in what form; ``seed`` is that of the rows' choice.
+    few sites at a time behind the steps that follow, where the host has time, and on a GPU in a stream of its own. Statistics
+    take at most ``memory_budget`` bytes, of which ``memory`` tells how many and in what form; ``seed`` is that of the rows'
+    choice.
 
     Older samples fade with ``half_life`` (in samples), so that the Record speaks of the model as it is now; None keeps all
     alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
@@ -93,6 +94,7 @@ class Probe:
         self._fade = 1.0 if half_life is None else 0.5 ** (1 / half_life)
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._clock = StepClock(self._device)
+        self._aside = Aside(self._device)
         self._found: list[FoundBlocks] = []  # one for each set of sites that a step called, at most MOST_FLOWS
         self._flows: set[frozenset[str]] = set()
         self._weights = WeightsOverTime(self._sites) if weights_over_time else None
@@ -174,7 +176,8 @@ class Probe:
         producers, passed, cast_in_step = producers_of(found), passed_by(self._model), cast_in_steps(self._sites)
         dtype, inside_torch = self._dtype(), names_inside_torch(self._model)
         was_run = bool(self._found) and all(flow.graph.method is Method.RUN for flow in self._found)
-        with _outside_autograd(), exact_products(self._device):
+        self._aside.follow()
+        with self._aside.work():
             sites = {name: self._site(name, found.of(name), producers.get(name)) for name in self._sites}
         for name, site in sites.items():
             known = {"was_called": bool(site.calls), "is_inside_torch": name in inside_torch, "was_run": was_run}
@@ -201,15 +204,19 @@ class Probe:
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         all_finite = _all_finite(seen)
-        with _outside_autograd(), exact_products(self._device):
+        looked: list[tuple[SiteLearning, Rows]] = []
+        with exactly(self._device):
             if self._weights is not None:
                 self._weights.observe()
             for name, site in self._learning.items():
                 if seen.leaves_calls_out(name):
                     site.note(CALLS_LEFT_OUT)
                 rows = site.look(seen.trained_calls(name), seen.dw_NK.get(name), all_finite=all_finite)
-                if rows is None or self._dtypes[name] not in BASELINES:
-                    continue
+                if rows is not None and self._dtypes[name] in BASELINES:
+                    looked.append((site, rows))
+        self._aside.follow(tensor for _, rows in looked for tensor in rows.tensors())
+        with self._aside.work():
+            for site, rows in looked:
                 if site.may_wait:
                     self._unlearned.append((site, rows))
                 else:
@@ -236,7 +243,7 @@ class Probe:
     def _learn(self, sites: int) -> None:
         if not self._unlearned:
             return
-        with _outside_autograd(), exact_products(self._device):
+        with self._aside.work():
             for _ in range(min(sites, len(self._unlearned))):
                 site, rows = self._unlearned.popleft()
                 site.learn(rows, self._fade)
@@ -269,13 +276,6 @@ class Probe:
         if dtype is torch.float32 and self._device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
             return Format.TF32
         return format_of(dtype)
-
-
-@contextmanager
-def _outside_autograd() -> Iterator[None]:
-    """No gradients, and no inference mode either: what is made in that may not be changed outside of it."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _all_finite(seen: Watch) -> bool:

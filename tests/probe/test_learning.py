@@ -1,5 +1,6 @@
 """How a Probe learns what its samples show: in which order, in how much memory, and in which arithmetic."""
 
+import contextlib
 import itertools
 import logging
 import math
@@ -174,6 +175,33 @@ def test_a_sample_is_learned_behind_the_steps_that_follow_and_the_record_holds_i
         for key, statistic in site.statistics.items():
             for part, tensor in statistic.tensors.items():
                 assert torch.equal(tensor, late.sites[name].statistics[key].tensors[part]), (name, key, part)
+
+
+@pytest.mark.gpu
+def test_beside_the_steps_is_learned_what_is_learned_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a stream of its own and in the training's, on layers wide enough for work to be left when a step has been launched;
+    steps ask for memory all the time, and would get that of rows that were let go too early."""
+
+    def learned() -> Record:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)), nn.Linear(2048, 1)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        probe = loka.Probe(model, every=20)
+        for step in range(60):
+            with probe.step():
+                model(torch.randn(1024, 2048, device="cuda") * (1 + step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return probe.record()
+
+    beside = learned()
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    between = learned()
+    for name, site in between.sites.items():
+        for key, statistic in site.statistics.items():
+            for part, tensor in statistic.tensors.items():
+                found = beside.sites[name].statistics[key].tensors[part]
+                torch.testing.assert_close(found, tensor, msg=lambda text, where=(name, key, part): f"{where}: {text}")
 
 
 def test_what_one_sample_showed_is_learned_before_the_next() -> None:

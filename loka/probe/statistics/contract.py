@@ -25,6 +25,10 @@ class Rows:
     dw_NK: Tensor | None = None  # and Σ dyᵀx over them, the gradient of the weight; None where it is not this site's alone
     reference_N: Tensor | None = None  # by which dy is split, see loka.core.gradient_rows
 
+    def tensors(self) -> list[Tensor]:
+        """Those that are held."""
+        return [tensor for tensor in (self.x_RK, self.dy_RN, self.dw_NK, self.reference_N) if tensor is not None]
+
     @cached_property
     def joint_RD(self) -> Tensor:
         """x, and u and e where there are gradients."""

@@ -1,0 +1,38 @@
+"""Where a Probe works: outside the training's arithmetic, and on a GPU beside its steps, in a stream of its own."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from loka.numerics.float32_products import float32_products
+
+
+@contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """No gradients, and no inference mode either: what is made in that may not be changed outside of it. Matrix products of
+    FP32 tensors on ``device`` are FP32, neither TF32 nor by autocast, whatever the training around them uses."""
+    with torch.inference_mode(False), torch.no_grad(), float32_products("highest"), torch.autocast(device.type, enabled=False):
+        yield
+
+
+class Aside:
+    """Many small kernels, which would stand between the kernels of two steps, run beside them, in what these leave idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def follow(self, tensors: Iterable[Tensor] = ()) -> None:
+        """Work from now on comes behind all that was launched so far; until it is done ``tensors`` keep their memory."""
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        with exactly(self._device), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
