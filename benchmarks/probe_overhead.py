@@ -5,8 +5,9 @@
 
 A plain step, one under an idle Probe and a sampled one take turns on the same trainer, so that a machine that slows down
 slows all alike; the fastest of each counts. The overhead is that of a hundred steps, one of them sampled: by the parts, as if
-all that is learned from a sample had to be waited for, and on a GPU by the clock too, 1,600 steps without a Probe and
-as many under one in turn. Seconds are the clock's on a GPU, and those this process was busy on the CPU.
+all that is learned from a sample had to be waited for, and on a GPU by the clock too, a hundred steps without a Probe and
+a hundred under one in turn, sixteen times, with a 95 % interval: a GPU's clock wanders by more than a Probe takes. Seconds are
+the clock's on a GPU, and those this process was busy on the CPU.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from loka.core.results import markdown_table, write_results
 from loka.data.dataset import open_dataset
 from loka.kernels.device import device_named, device_of
 from loka.models.registry import build_model
+from loka.numerics.confidence import estimate_mean
 from loka.probe.probe import Probe
 from loka.train.config import Precision, TrainConfig
 from loka.train.trainer import Trainer
@@ -30,7 +32,6 @@ from loka.train.trainer import Trainer
 FOLDER = Path(__file__).parent / "results"
 EVERY = 100
 SAMPLES = 16  # timed together: a Probe looks at some statistics at every second, fourth or sixteenth sample
-WHOLE_ROUNDS = 1
 
 
 def measure_overhead(model: str, preset: str, batch_size: int, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -80,27 +81,32 @@ def measure_overhead(model: str, preset: str, batch_size: int, device: torch.dev
         "first_sample_ms": 1e3 * first_s,
         "record_ms": 1e3 * seconds(sampling.record, device),
         "parts_percent": 100 * (extra / EVERY + probe_itself) / fastest["plain"],
-        "whole_percent": _of_whole_runs(trainer, batch, device) if is_gpu else None,
+        **(_of_whole_runs(trainer, batch, device) if is_gpu else {}),
     }
 
 
-def _of_whole_runs(trainer: Trainer, batch: Any, device: torch.device) -> float:
-    """By how much steps under a Probe, with SAMPLES among them, take longer than as many without, in percent."""
+def _of_whole_runs(trainer: Trainer, batch: Any, device: torch.device) -> dict[str, Any]:
+    """By how much EVERY steps under a Probe, a sample among them, take longer than as many without, in percent."""
     probe = Probe(trainer.model.dense_part, every=EVERY)
 
     def plain() -> None:
-        for _ in range(EVERY * SAMPLES):
+        for _ in range(EVERY):
             trainer.step(batch)
 
-    def probed(samples: int = SAMPLES) -> None:
-        for _ in range(EVERY * samples):
+    def probed() -> None:
+        for _ in range(EVERY):
             with probe.step():
                 trainer.step(batch)
 
-    probed(2)  # the first sample is learned at once, and others as they come
-    times = [(seconds(plain, device), seconds(probed, device)) for _ in range(WHOLE_ROUNDS)]
-    plain_s, probed_s = (min(column) for column in zip(*times, strict=True))
-    return 100 * (probed_s / plain_s - 1)
+    for _ in range(2):  # the first sample is learned at once, and others as they come
+        probed()
+    percents = []
+    for turn in range(SAMPLES):
+        order = (plain, probed) if turn % 2 else (probed, plain)
+        taken_s = {run: seconds(run, device) for run in order}
+        percents.append(100 * (taken_s[probed] / taken_s[plain] - 1))
+    whole = estimate_mean(percents)
+    return {"whole_percent": whole.mean, "whole_half_width": whole.high - whole.mean}
 
 
 def _nothing_inside(idle: Probe, device: torch.device, repeats: int = 1000) -> float:
@@ -135,7 +141,7 @@ def make_table(rows: list[dict[str, Any]]) -> str:
                 for name in ("plain_ms", "idle_ms", "idle_probe_us", "sampled_ms", "first_sample_ms", "record_ms")
             ),
             f"{row['parts_percent']:.2f} %",
-            "–" if row["whole_percent"] is None else f"**{row['whole_percent']:.2f} %**",
+            f"**{row['whole_percent']:.2f} % ± {row['whole_half_width']:.2f}**" if "whole_percent" in row else "–",
         ]
         for row in rows
     ]
@@ -160,8 +166,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     notes = (
         f"Overhead by parts: what a sampled step takes beyond a plain one, learning included, over {EVERY}, with what an idle "
-        f"Probe takes, of a step. By the clock: {EVERY * SAMPLES} steps under a Probe beside as many without, where learning a "
-        "sample hides behind the steps that follow.\n"
+        f"Probe takes, of a step. By the clock: {EVERY} steps under a Probe in turn with as many without, {SAMPLES} times, "
+        "where learning a sample hides behind the steps that follow.\n"
     )
     table = f"{make_table(rows)}\n{notes}"
     environment = current_environment(device_of(device))
