@@ -41,7 +41,7 @@ NEGLIGIBLE = 1e-4  # errors below it are alike
 MAX_ERROR = 0.2  # the gate of make_plan, by default
 TITLES = {
     "learned": "**learned by the Probe**",
-    "drawn": "the same, without what it saw of dw",
+    "drawn": "the same, without what it saw of y and dw",
     "gaussian": "mean and covariance",
     "randn": "randn of the same rms",
     "reservoir": "rows that the Probe saw",

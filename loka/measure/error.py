@@ -22,10 +22,12 @@ from loka.core.record import SiteRecord
 from loka.core.survey import GATE, Fault
 from loka.kernels.contract import is_oracle
 from loka.kernels.transforms import checked_vector
+from loka.measure.factors import Correction, Factors
 from loka.measure.failure import told
+from loka.measure.fprop_correction import FpropCorrection
 from loka.measure.oracle import Oracle
 from loka.measure.parts import Option, SiteParts, SiteTensors
-from loka.measure.wgrad_correction import Factors, WgradCorrection
+from loka.measure.wgrad_correction import WgradCorrection
 from loka.numerics.formats import torch_dtype
 from loka.numerics.metrics import ErrorReport, ErrorSamples
 
@@ -110,17 +112,18 @@ def measure_errors(
     errors = {option: OptionError() for option in options}
     transforms = {option.transform for option in errors}
     samples = draw_tensors(site, len(errors), dtype, device, transforms)
-    correction = WgradCorrection(site)
+    corrections: dict[Role, Correction] = {Role.FPROP: FpropCorrection(site), Role.WGRAD: WgradCorrection(site)}
     for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
         unknown = [option for option, error in errors.items() if not error.is_known]
         parts = SiteParts(tensors)
         oracle = Oracle(parts)
-        correction.add(tensors)
+        for correction in corrections.values():
+            correction.add(tensors)
         for option in unknown:
             _add_sample(errors[option], option, parts, oracle if index < LOST_SAMPLES else None)
     for option, error in errors.items():
-        if option.role is Role.WGRAD and option.transform is Transform.NONE:
-            error.factors = correction.factors(option.recipe, len(error.samples))
+        if option.role in corrections and option.transform is Transform.NONE:
+            error.factors = corrections[option.role].factors(option.recipe, len(error.samples))
     return errors
 
 

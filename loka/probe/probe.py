@@ -280,7 +280,7 @@ class Probe:
 
 def _all_finite(seen: Watch) -> bool:
     """Whether no tensor holds NaN or infinity, asked for all of them at once: the only time a device is waited for."""
-    of_calls = [tensor for calls in seen.calls.values() for call in calls for tensor in (call.x_RK, call.dy_RN)]
+    of_calls = [tensor for calls in seen.calls.values() for call in calls for tensor in (call.x_RK, call.x_amax, call.dy_RN)]
     tensors = [tensor for tensor in [*of_calls, *seen.dw_NK.values()] if tensor is not None]
     return bool(torch.nn.utils.get_total_norm(tensors, norm_type=1.0).isfinite())
 

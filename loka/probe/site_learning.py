@@ -3,6 +3,8 @@
 Axes:  R rows taken of a step's calls,  K in_features,  N out_features.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from loka.core.record import NEVER_CALLED, SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.nn.blocks import Block
 from loka.numerics.formats import format_of, is_format
+from loka.numerics.fprop_errors import some_outputs
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
 from loka.probe.watch import Call
@@ -53,7 +56,7 @@ class SiteLearning:
         for call in calls:
             self._calls[call.m] = self._calls.get(call.m, 0) + call.is_first_backward
             self._needs_dx |= call.needs_dx
-        x_RK = _joined([call.x_RK for call in calls])
+        x_RK, x_amax = _joined([call.x_RK for call in calls]), torch.stack([call.x_amax for call in calls]).amax()
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
         dy_RN = _joined(gradients) if gradients else None
         if not all_finite:
@@ -64,9 +67,14 @@ class SiteLearning:
             dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
         if not len(x_RK):
             return None
+        if not all_finite:
+            x_amax = x_RK.abs().amax()
         if dy_RN is not None and self._reference_N is None:
             self._reference_N = reference_of(dy_RN)
-        return Rows(x_RK, dy_RN, self._covariance, sum(call.m for call in calls), dw_NK, self._reference_N)
+        weight_NK = self._module._parameters.get("weight")
+        weight_JK = None if weight_NK is None else some_outputs(weight_NK.detach())
+        m = sum(call.m for call in calls)
+        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, self._reference_N, x_amax, weight_JK)
 
     def learn(self, rows: Rows, fade: float) -> None:
         """Merge the rows of a sample with what is known, which counts for ``fade`` times as much as it did."""
@@ -78,8 +86,8 @@ class SiteLearning:
         elif rows.dy_RN is None and self._trains:
             self.note(CALLS_LEFT_OUT)
             return
-        known = self._statistics
-        self._statistics = absorb(known, rows, self._samples, fade) if known else observe(rows)
+        known, rows = self._statistics, dataclasses.replace(rows, sample=self._samples)
+        self._statistics = absorb(known, rows, fade) if known else observe(rows)
         self._samples += 1
         if weight_learns(self._module):
             self._wgrad_errors.add(rows, fade)

@@ -28,6 +28,7 @@ class Call:
 
     m: int
     x_RK: Tensor
+    x_amax: Tensor  # of all rows
     dtype: torch.dtype  # of the output: what the GEMM ran in
     needs_dx: bool  # whether anything in front of it learns
     dy_RN: Tensor | None = None
@@ -148,7 +149,9 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
         if not m:
             return
         chosen_R = chosen(m)
-        call = Call(m, x_MK[chosen_R].float(), y.dtype, x.requires_grad)
+        lowest, highest = torch.aminmax(x_MK)
+        amax = torch.maximum(-lowest, highest).float()
+        call = Call(m, x_MK[chosen_R].float(), amax, y.dtype, x.requires_grad)
         seen.calls.setdefault(name, []).append(call)
         if seen.running is not None:
             seen.running.called.add(name)

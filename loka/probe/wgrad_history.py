@@ -4,10 +4,9 @@ import torch
 
 from loka.core.moments import State
 from loka.numerics.wgrad_errors import SomeRows, some_rows, wgrad_errors
-from loka.probe.statistics.contract import Rows
+from loka.probe.statistics.contract import SLOWER, Rows
 
 TOGETHER = 16  # samples that are looked at in one go: on a GPU that takes hardly longer than one
-SLOWER = 0.1  # than other statistics, it fades: how far rows cancel changes slowly, and takes many samples to be known
 
 
 class WgradHistory:

@@ -1,6 +1,6 @@
 """Fidelity of the Probe: the FP8 errors predicted from what it learned, beside those on held-out batches of real rows.
 
-Other predictions stand beside: from the same rows drawn, without what the Probe saw 8 bits make of dw; from a normal
+Other predictions stand beside: from the same rows drawn, without what the Probe saw 8 bits make of y and dw; from a normal
 distribution of the same mean and covariance; from randn of the same rms; and from the very rows the Probe saw, which it does
 not keep.
 
@@ -8,7 +8,7 @@ Axes:  B batches,  M rows of a batch,  K in_features,  N out_features.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -22,8 +22,10 @@ from loka.core.recipe import Format
 from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
+from loka.measure.factors import Correction, Factors
+from loka.measure.fprop_correction import FpropCorrection
 from loka.measure.parts import Option, SiteParts, SiteTensors
-from loka.measure.wgrad_correction import Factors, WgradCorrection
+from loka.measure.wgrad_correction import WgradCorrection
 from loka.numerics.metrics import FLOOR_AXIS, mere_floored
 from loka.probe.probe import Probe
 from loka.probe.watch import watch
@@ -105,7 +107,8 @@ def fidelity_of(rows: SiteRows, site: SiteRecord) -> SiteFidelity:
     predicted = {}
     for name in PREDICTORS:
         draw = _draw(name, rows, site, m, torch.Generator().manual_seed(0))
-        predicted[name] = _errors(draw, rows.weight_NK, DRAWN, WgradCorrection(site) if name == "learned" else None)
+        corrections = {Role.FPROP: FpropCorrection(site), Role.WGRAD: WgradCorrection(site)} if name == "learned" else {}
+        predicted[name] = _errors(draw, rows.weight_NK, DRAWN, corrections)
     return SiteFidelity((halves[0], halves[1]), predicted)
 
 
@@ -142,16 +145,16 @@ def _draw(predictor: str, rows: SiteRows, site: SiteRecord, m: int, generator: t
     return {"learned": learned, "drawn": learned, "randn": randn, "reservoir": reservoir}[predictor]
 
 
-def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, correction: WgradCorrection | None = None) -> Errors:
+def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, corrections: Mapping[Role, Correction] | None = None) -> Errors:
     """Over all batches: the mean of ``mere_floored``, and rms(error)/rms(reference), corrected as ``measure`` does.
 
     A batch's own relative_rms is as large as its dw happens to be small, and its mean takes hundreds of batches to settle.
     """
-    sums: dict[Option, tuple[float, float, float]] = {}
+    corrections, sums = corrections or {}, dict[Option, tuple[float, float, float]]()
     for index in range(n_batches):
         x_MK, dy_MN = draw()
         parts = SiteParts(tensors := SiteTensors(x_MK, dy_MN, [weight_NK]))
-        if correction is not None:
+        for correction in corrections.values():
             correction.add(tensors)
         for option in fp8_options(*dy_MN.shape, weight_NK.shape[1]):
             if index >= FEW and option.role is not Role.WGRAD:
@@ -163,9 +166,9 @@ def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, correction: WgradCorr
             sums[option] = (old[0] + float(new[0]), old[1] + float(new[1]), old[2] + float(new[2]))
     errors: Errors = {}
     for option, (floored, error, size) in sums.items():
-        is_wgrad = option.role is Role.WGRAD
-        factors = correction.factors(option.recipe, n_batches) if correction is not None and is_wgrad else Factors()
-        floored *= factors.of_values / (n_batches if is_wgrad else min(FEW, n_batches))
+        batches = n_batches if option.role is Role.WGRAD else min(FEW, n_batches)
+        factors = corrections[option.role].factors(option.recipe, batches) if option.role in corrections else Factors()
+        floored *= factors.of_values / batches
         rms = factors.of_rms * math.sqrt(error / size) if size > 0 else 0.0
         errors[f"{option.role} {option.recipe}"] = floored, rms
     return errors

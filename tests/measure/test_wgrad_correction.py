@@ -14,8 +14,9 @@ from loka.core.recipe import Format, Transform
 from loka.core.record import SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.measure.error import measure_errors
+from loka.measure.factors import Factors
 from loka.measure.parts import Option, SiteParts, SiteTensors
-from loka.measure.wgrad_correction import Factors, WgradCorrection
+from loka.measure.wgrad_correction import WgradCorrection
 from loka.numerics.wgrad_errors import RECIPES, some_rows, wgrad_errors
 
 CPU = torch.device("cpu")
@@ -69,12 +70,13 @@ def test_what_rows_that_are_drawn_one_by_one_miss_is_made_up_for(kernel: str, me
     assert drawn.estimates()[metric].mean < true / 3
 
 
-def test_only_wgrad_without_a_transform_is_corrected() -> None:
-    """The gate, by which options are compared, is too; forward and dgrad, of single rows, are not."""
+def test_a_transform_and_dgrad_are_not_corrected() -> None:
+    """The gate, by which options are compared, is."""
     site = probed()
     options = [*(Option(KERNELS[0], role) for role in Role), Option(KERNELS[0], Role.WGRAD, Transform.CENTER)]
     errors = measure_errors(site, options, Format.FP32, CPU)
-    assert [option for option in options if errors[option].factors != Factors()] == [Option(KERNELS[0], Role.WGRAD)]
+    corrected = [option for option in options if errors[option].factors != Factors()]
+    assert corrected == [Option(KERNELS[0], role) for role in (Role.FPROP, Role.WGRAD)]
     corrected = errors[Option(KERNELS[0], Role.WGRAD)]
     assert corrected.gate == corrected.estimates()["mere_floored"].mean
 

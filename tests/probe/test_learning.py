@@ -18,11 +18,12 @@ from loka.core.gemm import Role
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record
+from loka.numerics.fprop_errors import fprop_errors
 from loka.probe.budget import plan_memory
 from loka.probe.history import LONGEST, History
 from loka.probe.site_learning import SiteLearning
 from loka.probe.statistics.binades import BINADES, LOWEST, counts_by_binade
-from loka.probe.watch import Call, choose_rows
+from loka.probe.watch import Call, choose_rows, watch
 
 
 def test_x_and_dy_are_learned_together() -> None:
@@ -366,7 +367,8 @@ def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> N
     learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)
     dw_NK = torch.ones(3, 4)
     dw_NK[1, 2] = value
-    call = Call(8, torch.randn(8, 4), torch.float32, needs_dx=True, dy_RN=torch.randn(8, 3))
+    x_MK = torch.randn(8, 4)
+    call = Call(8, x_MK, x_MK.abs().amax(), torch.float32, needs_dx=True, dy_RN=torch.randn(8, 3))
     rows = learning.look([call], dw_NK, all_finite=value == 1.0)
     assert rows is not None
     assert (rows.dw_NK is not None) is (value == 1.0)
@@ -374,6 +376,54 @@ def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> N
     gradients = learning._statistics["gradients"].tensors
     known = 1.0 if value == 1.0 else 0.0
     assert (gradients["m"], gradients["steps"], gradients["dw_NK"].sum()) == (8 * known, known, 12 * known)
+
+
+def test_errors_of_outputs_are_looked_at_every_eighth_sample_and_fade_slowly() -> None:
+    """Sums by hand, of the rows and the weight as they were; a sample of a weight that is no number counts for nothing."""
+    model = nn.Linear(4, 3, bias=False)
+    probe = loka.Probe(model, every=1, half_life=10.0)
+    expected: list[Tensor] = []
+    for step in range(17):
+        x_MK = torch.randn(16, 4)
+        if step == 8:
+            model.weight.data[0, 0] = torch.nan
+        if step in (0, 16):
+            expected.append(fprop_errors(x_MK, x_MK.abs().amax(), model.weight.detach()).floored_W)
+        with probe.step():
+            model(x_MK).sum().backward()
+        model.weight.data.normal_()
+    tensors = probe.record().sites[""].statistics["fprop_errors"].tensors
+    fade = 0.5 ** (2 * 8 / 10.0 * 0.1)
+    torch.testing.assert_close(tensors["floored_W"], fade * expected[0] + expected[1])
+    assert float(tensors["count"]) == pytest.approx(1 + fade)
+
+
+def test_errors_of_outputs_stay_where_the_weight_is_parametrized_later() -> None:
+    """It is made anew in every call then, and none of it is looked at."""
+    model = nn.Linear(4, 3, bias=False)
+    probe = loka.Probe(model, every=1, half_life=None)
+    for step in range(9):
+        if step == 8:
+            nn.utils.parametrizations.weight_norm(model)
+        with probe.step():
+            model(torch.randn(16, 4)).sum().backward()
+    assert float(probe.record().sites[""].statistics["fprop_errors"].tensors["count"]) == 1.0
+
+
+def test_the_largest_value_is_that_of_all_rows_of_all_calls() -> None:
+    """Of which a few alone are taken; where one is no number, of those that were taken."""
+    learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)
+    calls = [Call(8, torch.ones(2, 4), torch.tensor(value), torch.float32, needs_dx=False) for value in (5.0, 7.0)]
+    rows, of_finite = (learning.look(calls, None, all_finite=is_so) for is_so in (True, False))
+    assert rows is not None
+    assert of_finite is not None
+    assert (float(rows.x_amax), float(of_finite.x_amax)) == (7.0, 1.0)
+    model = nn.Linear(4, 1)
+    x_MK = torch.zeros(64, 4)
+    x_MK[13, 2] = -9.0
+    with watch(model, {"": model}, 1, torch.Generator()) as seen:
+        model(x_MK)
+    assert [float(call.x_amax) for call in seen.calls[""]] == [9.0]
 
 
 def test_a_history_ends_where_numbers_do() -> None:

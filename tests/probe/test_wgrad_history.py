@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from loka.core.moments import Covariance
 from loka.numerics.wgrad_errors import RECIPES, some_rows, wgrad_errors
-from loka.probe.statistics.contract import Rows
-from loka.probe.wgrad_history import SLOWER, TOGETHER, WgradHistory
+from loka.probe.statistics.contract import SLOWER, Rows
+from loka.probe.wgrad_history import TOGETHER, WgradHistory
 
 
 def rows_of(rows: int, *, size: float = 1.0) -> Rows:

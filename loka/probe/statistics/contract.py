@@ -24,10 +24,14 @@ class Rows:
     m: int  # rows of all calls together,
     dw_NK: Tensor | None = None  # and Σ dyᵀx over them, the gradient of the weight; None where it is not this site's alone
     reference_N: Tensor | None = None  # by which dy is split, see loka.core.gradient_rows
+    x_amax: Tensor | None = None  # the largest magnitude of x in all rows of all calls
+    weight_JK: Tensor | None = None  # some outputs' rows of the weight, as it was; None where it is made anew in every call
+    sample: int = 0  # how many samples of the site came before
 
     def tensors(self) -> list[Tensor]:
         """Those that are held."""
-        return [tensor for tensor in (self.x_RK, self.dy_RN, self.dw_NK, self.reference_N) if tensor is not None]
+        held = (self.x_RK, self.dy_RN, self.dw_NK, self.reference_N, self.x_amax, self.weight_JK)
+        return [tensor for tensor in held if tensor is not None]
 
     @cached_property
     def joint_RD(self) -> Tensor:
@@ -59,6 +63,8 @@ def add_sums(old: State, new: State, fade: float) -> State:
     return {name: torch.add(tensor, old[name], alpha=fade) for name, tensor in new.items()}
 
 
+SLOWER = 0.1  # than other statistics, errors on real rows fade: by what drawn ones are wrong changes slowly, and takes samples
+
 STATISTICS: Registry[Observer] = Registry("statistic", "loka.probe.statistics")
 
 
@@ -68,11 +74,11 @@ def observe(rows: Rows) -> dict[str, Statistic]:
     return {name: Statistic(STATISTICS.get(name).rule, state) for name, state in states.items() if state}
 
 
-def absorb(known: Mapping[str, Statistic], rows: Rows, sample: int, fade: float) -> dict[str, Statistic]:
-    """What is ``known``, with what the rows say where it is a statistic's turn at this ``sample`` of the site's.
+def absorb(known: Mapping[str, Statistic], rows: Rows, fade: float) -> dict[str, Statistic]:
+    """What is ``known``, with what the rows say where it is a statistic's turn at this sample of the site's.
 
     ``fade`` is what a sample fades by from one to the next; a statistic that waited for its turn fades by all it missed.
     """
-    due = {name: observer for name, observer in STATISTICS.items() if name in known and sample % observer.every == 0}
+    due = {name: observer for name, observer in STATISTICS.items() if name in known and rows.sample % observer.every == 0}
     states = {name: observer.absorb(known[name].tensors, rows, fade**observer.every) for name, observer in due.items()}
     return {**known, **{name: Statistic(due[name].rule, state) for name, state in states.items()}}
