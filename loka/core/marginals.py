@@ -65,10 +65,17 @@ def quantiles_of(rows_RD: "Tensor", levels: int) -> State:
     below_L, above_L, part_L1 = _positions(levels, rows, rows_RD.device)
     count = torch.tensor(float(rows), dtype=torch.float64, device="cpu")
     return {
-        "values_LD": sorted_RD[below_L].lerp(sorted_RD[above_L], part_L1),
+        "values_LD": _between(sorted_RD[below_L], sorted_RD[above_L], part_L1),
         "count": count,
         "merges": torch.zeros_like(count),
     }
+
+
+def _between(low_LD: "Tensor", high_LD: "Tensor", part_L1: "Tensor") -> "Tensor":
+    """Part of the way, which stays finite from FP32's lowest value to its highest; between two equal values exactly these."""
+    import torch
+
+    return torch.where(low_LD == high_LD, low_LD, low_LD * (1 - part_L1) + high_LD * part_L1)
 
 
 def merge_quantiles(a: State, b: State) -> State:
@@ -90,7 +97,8 @@ def merge_quantiles(a: State, b: State) -> State:
     wanted_L = begin_L.add(share_L, alpha=float(merges) * GOLDEN % 1)
     passed_EE = torch.searchsorted(wanted_L, reach_EE, right=True)  # levels that are reached
 
-    points = torch.cat([a["values_LD"].view(torch.int32) & -2, b["values_LD"].view(torch.int32) | 1])
+    of_a, of_b = (state["values_LD"].nan_to_num().view(torch.int32) for state in (a, b))  # an infinity has no bit to spare
+    points = torch.cat([of_a & -2, of_b | 1])
     points_DP = _sorted(points.view(torch.float32).t().contiguous()).view(torch.int32)
     steps_DP = levels + 1 - levels * (points_DP & 1)  # through ``passed_EE``: a point of a is a row further, one of b a column
     passed_DP = passed_EE.take(steps_DP.cumsum(1))

@@ -117,8 +117,8 @@ def measure_errors(
         unknown = [option for option, error in errors.items() if not error.is_known]
         parts = SiteParts(tensors)
         oracle = Oracle(parts)
-        for correction in corrections.values():
-            correction.add(tensors)
+        for role in {option.role for option in unknown} & {*corrections}:
+            corrections[role].add(tensors)
         for option in unknown:
             _add_sample(errors[option], option, parts, oracle if index < LOST_SAMPLES else None)
     for option, error in errors.items():

@@ -12,7 +12,7 @@ from loka.measure.factors import Factors, as_looked_at, ratio, trusted
 from loka.measure.parts import SiteTensors
 from loka.numerics.fprop_errors import RECIPES, FpropErrors, fprop_errors, some_outputs
 
-OF_A_LOOK = 0.1  # deviation of the logarithm of an error over a few rows
+OF_A_ROW = 0.8  # deviation of the logarithm of one row's error
 MOST_ROWS, MOST_VALUES = 512, 2**22  # of a sample, which are all drawn alike
 
 
@@ -21,13 +21,17 @@ class FpropCorrection:
 
     def __init__(self, site: SiteRecord) -> None:
         statistic = site.statistics.get("fprop_errors")
-        self._seen = statistic.tensors if statistic is not None and statistic.tensors["count"] > 0 else None
+        self._seen = None if statistic is None else statistic.tensors
+        if self._seen and (len(self._seen["floored_W"]) != len(RECIPES) or not self._seen["count"] > 0):
+            self._seen = None  # of another version, which looked at other recipes, or of nothing
         self._drawn: list[FpropErrors] = []
 
     def add(self, tensors: SiteTensors) -> None:
         if self._seen is not None:
             some_RK = tensors.x[: min(MOST_ROWS, -(-MOST_VALUES // tensors.x.shape[1]))].float()
-            self._drawn.append(fprop_errors(some_RK, tensors.x.abs().amax().float(), some_outputs(tensors.weights[0])))
+            weight_NK = tensors.weights[0]
+            amaxes = [tensor.abs().amax().float() for tensor in (tensors.x, weight_NK)]
+            self._drawn.append(fprop_errors(some_RK, amaxes[0], some_outputs(weight_NK), amaxes[1]))
 
     def factors(self, recipe: Recipe, samples: int) -> Factors:
         drawn, as_full = self._drawn[:samples], as_looked_at(recipe)
@@ -39,10 +43,9 @@ class FpropCorrection:
             float(seen["floored_W"][index]) / looks, _sum(errors.floored_W[index] for errors in drawn) / len(drawn)
         )
         of_squares = ratio(
-            ratio(float(seen["squares_W"][index]), float(seen["size"])),
-            ratio(_sum(errors.squares_W[index] for errors in drawn), size),
+            float(seen["squares_W"][index]) * size, _sum(errors.squares_W[index] for errors in drawn) * float(seen["size"])
         )
-        deviation = OF_A_LOOK / math.sqrt(looks)
+        deviation = OF_A_ROW / math.sqrt(float(seen["rows"]))
         return Factors(trusted(of_values, deviation), trusted(math.sqrt(of_squares), deviation))
 
 

@@ -44,8 +44,8 @@ class WgradCorrection:
             math.sqrt(grown) * float(seen["floored_W"][index]) / count, _mean([errors.floored_WB[index] for errors in drawn])
         )
         of_squares = ratio(
-            grown * ratio(squares, float(seen["size"])),
-            ratio(_mean([errors.squares_WB[index] for errors in drawn]), _mean([errors.size_B for errors in drawn])),
+            grown * squares * _mean([errors.size_B for errors in drawn]),
+            float(seen["size"]) * _mean([errors.squares_WB[index] for errors in drawn]),
         )
         deviation = OF_A_BATCH / math.sqrt(count)
         return Factors(trusted(of_values, deviation), trusted(math.sqrt(of_squares), deviation))

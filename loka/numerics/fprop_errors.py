@@ -4,7 +4,7 @@ Distributions of single features and how they go together do not say all that ro
 feature is small. So the error is measured on real rows, by the Probe, and on drawn ones: by what these two differ, drawn rows
 are wrong. Some rows and some outputs stand for all, with all features, since how these cancel is what counts.
 
-Axes:  R rows,  K in_features,  N out_features,  J some of the N,  W recipes.
+Axes:  R rows,  S some of them,  K in_features,  N out_features,  J some of the N,  W recipes.
 """
 
 import math
@@ -49,19 +49,20 @@ def some_outputs(weight_NK: Tensor) -> Tensor:
 
 
 def some_rows(x_RK: Tensor, look: int) -> Tensor:
-    """At every ``look`` others, spread over all and at no even distance: rows of one example lie together, and every sixteenth
-    may be alike."""
+    """Which: at every ``look`` others, spread over all and at no even distance, for rows of one example lie together, and every
+    sixteenth may be alike."""
     rows, some = len(x_RK), max(FEWEST_ROWS, min(MOST_ROWS, MOST_VALUES // x_RK.shape[1]))
     if rows <= some:
-        return x_RK
-    place_R = torch.arange(look * some, (look + 1) * some, dtype=torch.float64, device=x_RK.device) * GOLDEN % 1
-    return x_RK[(place_R * rows).long()]
+        return torch.arange(rows, device=x_RK.device)
+    place_S = torch.arange(look * some, (look + 1) * some, dtype=torch.float64, device=x_RK.device) * GOLDEN % 1
+    return (place_S * rows).long()
 
 
-def fprop_errors(x_RK: Tensor, x_amax: Tensor, weight_JK: Tensor) -> FpropErrors:
-    """``x_amax`` is the largest magnitude that one scale for all has to cover."""
+def fprop_errors(x_RK: Tensor, x_amax: Tensor, weight_JK: Tensor, w_amax: Tensor) -> FpropErrors:
+    """``x_amax`` and ``w_amax`` are the largest magnitudes that one scale for all has to cover: of a batch and of a weight, of
+    which these are a part; x's may differ from row to row, R×1, where rows are of several calls."""
     x_in = {form: _cast(x_RK, *form, x_amax) for form in {(of.a_format, of.a_scaling) for of in RECIPES}}
-    w_in = {form: _cast(weight_JK, *form, _amax(weight_JK)) for form in {(of.b_format, of.b_scaling) for of in RECIPES}}
+    w_in = {form: _cast(weight_JK, *form, w_amax) for form in {(of.b_format, of.b_scaling) for of in RECIPES}}
     y_RJ = x_RK @ weight_JK.mT
     outs_WRJ = torch.stack([x_in[of.a_format, of.a_scaling] @ w_in[of.b_format, of.b_scaling].mT for of in RECIPES])
     error_WRJ = (outs_WRJ - y_RJ).abs_()
@@ -79,12 +80,8 @@ def _squares(values: Tensor, dim: tuple[int, int]) -> Tensor:
     return torch.linalg.vector_norm(values, dim=dim, dtype=torch.float64).square()
 
 
-def _amax(values: Tensor) -> Tensor:
-    return values.abs().amax()
-
-
 def _cast(values: Tensor, format: Format, scaling: Scaling, amax_of_all: Tensor) -> Tensor:
-    """What 8-bit codes of the values, which are finite, stand for."""
+    """What 8-bit codes of the values stand for."""
     largest, dtype = info(format).max, info(format).dtype
     if scaling is Scaling.STATIC:
         scale = torch.full_like(amax_of_all, STATIC_SCALE)

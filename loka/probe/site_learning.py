@@ -18,7 +18,7 @@ from loka.numerics.formats import format_of, is_format
 from loka.numerics.fprop_errors import some_outputs
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, observe
-from loka.probe.watch import Call
+from loka.probe.watch import Call, largest_magnitude
 from loka.probe.weights import weight_learns, weight_of
 from loka.probe.wgrad_history import WgradHistory
 
@@ -56,25 +56,31 @@ class SiteLearning:
         for call in calls:
             self._calls[call.m] = self._calls.get(call.m, 0) + call.is_first_backward
             self._needs_dx |= call.needs_dx
-        x_RK, x_amax = _joined([call.x_RK for call in calls]), torch.stack([call.x_amax for call in calls]).amax()
+        x_RK = _joined([call.x_RK for call in calls])
+        x_amax_R1 = _joined([call.x_amax.expand(len(call.x_RK), 1) for call in calls])
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
         dy_RN = _joined(gradients) if gradients else None
         if not all_finite:
             finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
             if not finite_R.all():
                 self.note("rows with NaN or infinite values were seen and left out")
-                x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
+                x_RK, x_amax_R1, dy_RN = x_RK[finite_R], x_amax_R1[finite_R], None if dy_RN is None else dy_RN[finite_R]
             dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
         if not len(x_RK):
             return None
         if not all_finite:
-            x_amax = x_RK.abs().amax()
+            x_amax_R1 = torch.where(x_amax_R1.isfinite(), x_amax_R1, x_RK.abs().amax())
         if dy_RN is not None and self._reference_N is None:
             self._reference_N = reference_of(dy_RN)
-        weight_NK = self._module._parameters.get("weight")
-        weight_JK = None if weight_NK is None else some_outputs(weight_NK.detach())
-        m = sum(call.m for call in calls)
-        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, self._reference_N, x_amax, weight_JK)
+        m, (weight_JK, w_amax) = sum(call.m for call in calls), self._some_of_weight()
+        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, self._reference_N, x_amax_R1, weight_JK, w_amax)
+
+    def _some_of_weight(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Copies: the training goes on before they are looked at. Nothing of a weight that is made in every call, or packed."""
+        weight_NK, shape = self._module._parameters.get("weight"), (self._module.out_features, self._module.in_features)
+        if weight_NK is None or weight_NK.shape != shape:
+            return None, None
+        return some_outputs(weight_NK.detach()), largest_magnitude(weight_NK.detach())
 
     def learn(self, rows: Rows, fade: float) -> None:
         """Merge the rows of a sample with what is known, which counts for ``fade`` times as much as it did."""

@@ -76,6 +76,20 @@ def test_a_merged_level_is_the_point_that_reaches_into_its_share(rows: tuple[int
         assert (up_to_L >= place_L - 1e-5).all()
 
 
+@pytest.mark.parametrize("size", [2e38, torch.finfo(torch.float32).max, torch.inf])
+def test_values_at_both_ends_of_fp32_are_merged(size: float) -> None:
+    """Marks for what is missing, say; between them there is no overflow. Older Records may hold infinities."""
+    ends = torch.tensor([[size], [-size]])
+    state = {**quantiles_of(torch.zeros(50, 1), LEVELS), "values_LD": ends.repeat(LEVELS, 1)[:LEVELS].sort(dim=0).values}
+    state = state if size == torch.inf else quantiles_of(ends.repeat(25, 1), LEVELS)
+    values_LD = merge_quantiles(state, state)["values_LD"]
+    assert not values_LD.isnan().any()
+    assert (values_LD.abs() <= size).all()
+    if size != torch.inf:
+        assert values_LD[0] == pytest.approx(-size, rel=1e-6)
+        assert values_LD[-1] == pytest.approx(size, rel=1e-6)
+
+
 def test_merging_keeps_values_that_occur_again_and_again() -> None:
     """Zeros of 30 % to 70 % of the rows, by batch: half of all draws are exactly zero."""
     parts = [torch.rand(500, 1) * (torch.rand(500, 1) >= share) for share in (0.3, 0.5, 0.7)]

@@ -12,9 +12,10 @@ from loka.core.recipe import Format
 from loka.core.record import SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.measure.error import measure_errors
-from loka.measure.factors import Factors
-from loka.measure.fprop_correction import FpropCorrection
+from loka.measure.factors import Factors, trusted
+from loka.measure.fprop_correction import MOST_ROWS, OF_A_ROW, FpropCorrection
 from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.numerics.fprop_errors import RECIPES, fprop_errors
 
 CPU = torch.device("cpu")
 M, K, N = 128, 24, 16
@@ -46,6 +47,37 @@ def true_error(site: SiteRecord, rows_of, kernel: str) -> float:
     generator = torch.Generator().manual_seed(1)
     batches = [SiteParts(SiteTensors(rows_of(generator), None, [site.weight_NK])) for _ in range(50)]
     return sum(parts.error(Option(kernel, Role.FPROP)).mere_floored for parts in batches) / len(batches)
+
+
+@pytest.mark.parametrize(("kernel", "samples"), [("reference.static", 2), ("torch.static_fast", 2), ("reference.static", 1)])
+def test_factors_are_seen_over_drawn_of_the_samples_an_option_had(kernel: str, samples: int) -> None:
+    """By hand, of so many rows seen that all is trusted; the largest value lies behind the rows that are multiplied."""
+    site, generator = probed(rows_of_any_size, steps=1), torch.Generator().manual_seed(0)
+    recipe = Option(kernel, Role.FPROP).recipe
+    index = [str(of) for of in RECIPES].index("e4m3 static·tensorwise")
+    drawn = []
+    seen = {"count": 1e6, "rows": 1e6, "size": 3.0}
+    statistic = {name: torch.tensor(value) for name, value in seen.items()}
+    statistic |= {"floored_W": torch.full((len(RECIPES),), 0.5e6), "squares_W": torch.full((len(RECIPES),), 0.75)}
+    statistics = {**site.statistics, "fprop_errors": Statistic(Rule.SUM, statistic)}
+    correction = FpropCorrection(dataclasses.replace(site, statistics=statistics))
+    for _ in range(2):
+        x_MK = torch.randn(MOST_ROWS + 1, K, generator=generator)
+        x_MK[-1] *= 1e5
+        correction.add(SiteTensors(x_MK, None, [site.weight_NK]))
+        weight_NK = site.weight_NK
+        drawn.append(fprop_errors(x_MK[:MOST_ROWS], x_MK.abs().amax(), weight_NK, weight_NK.abs().amax()))
+    factors, drawn = correction.factors(recipe, samples), drawn[:samples]
+    assert factors.of_values == pytest.approx(0.5 / float(sum(of.floored_W[index] for of in drawn) / samples), rel=1e-3)
+    of_drawn = float(sum(of.squares_W[index] for of in drawn) / sum(of.size for of in drawn))
+    assert factors.of_rms == pytest.approx((0.25 / of_drawn) ** 0.5, rel=1e-3)
+    tensorwise = correction.factors(Option("reference.int8_tensorwise", Role.FPROP).recipe, 1)
+    assert tensorwise.of_values == pytest.approx(0.5, abs=0.02)  # for a scale that covers that value leaves nothing of others
+
+
+@pytest.mark.parametrize(("rows", "least", "most"), [(1, 1.0, 1.03), (64, 1.1, 1.19), (100_000, 1.199, 1.2)])
+def test_a_ratio_of_few_rows_is_hardly_trusted(rows: int, least: float, most: float) -> None:
+    assert least <= trusted(1.2, OF_A_ROW / rows**0.5) <= most
 
 
 @pytest.mark.parametrize(

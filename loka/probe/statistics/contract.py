@@ -24,13 +24,14 @@ class Rows:
     m: int  # rows of all calls together,
     dw_NK: Tensor | None = None  # and Σ dyᵀx over them, the gradient of the weight; None where it is not this site's alone
     reference_N: Tensor | None = None  # by which dy is split, see loka.core.gradient_rows
-    x_amax: Tensor | None = None  # the largest magnitude of x in all rows of all calls
-    weight_JK: Tensor | None = None  # some outputs' rows of the weight, as it was; None where it is made anew in every call
+    x_amax_R1: Tensor | None = None  # the largest magnitude of x in the call that a row is of
+    weight_JK: Tensor | None = None  # some outputs' rows of the weight behind the step; None where every call makes it anew
+    w_amax: Tensor | None = None  # of all of the weight
     sample: int = 0  # how many samples of the site came before
 
     def tensors(self) -> list[Tensor]:
         """Those that are held."""
-        held = (self.x_RK, self.dy_RN, self.dw_NK, self.reference_N, self.x_amax, self.weight_JK)
+        held = (self.x_RK, self.dy_RN, self.dw_NK, self.reference_N, self.x_amax_R1, self.weight_JK, self.w_amax)
         return [tensor for tensor in held if tensor is not None]
 
     @cached_property

@@ -14,12 +14,13 @@ class SeenFpropErrors:
     every = 8  # rows of one sample already are many errors
 
     def observe(self, rows: Rows) -> State:
-        if rows.weight_JK is None or rows.x_amax is None:
+        if rows.weight_JK is None or rows.w_amax is None or rows.x_amax_R1 is None:
             return {}
-        errors = fprop_errors(some_rows(rows.x_RK, rows.sample // self.every), rows.x_amax, rows.weight_JK)
-        is_number = errors.size.isfinite() & errors.squares_W.isfinite().all()  # as of a weight that diverged it is not
-        sums = {"floored_W": errors.floored_W, "squares_W": errors.squares_W, "size": errors.size}
-        return {**{name: torch.where(is_number, value, 0.0) for name, value in sums.items()}, "count": is_number.double()}
+        some_S = some_rows(rows.x_RK, rows.sample // self.every)
+        errors = fprop_errors(rows.x_RK[some_S], rows.x_amax_R1[some_S], rows.weight_JK, rows.w_amax)
+        counts = (errors.size > 0) & errors.size.isfinite() & errors.squares_W.isfinite().all()  # no y, and no number, do not
+        new = {**errors._asdict(), "rows": torch.full_like(errors.size, len(some_S)), "count": torch.ones_like(errors.size)}
+        return {name: torch.where(counts, value, 0.0) for name, value in new.items()}
 
     def absorb(self, state: State, rows: Rows, fade: float) -> State:
         new = self.observe(rows)
