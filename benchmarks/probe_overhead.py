@@ -31,7 +31,7 @@ from loka.train.trainer import Trainer
 
 FOLDER = Path(__file__).parent / "results"
 EVERY = 100
-SAMPLES = 16  # timed together: a Probe looks at some statistics at every second, fourth or sixteenth sample
+SAMPLES = 16  # timed together: a Probe looks at some statistics at every second, fourth, eighth or sixteenth sample
 
 
 def measure_overhead(model: str, preset: str, batch_size: int, device: torch.device, rounds: int) -> dict[str, Any]:

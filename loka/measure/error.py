@@ -112,7 +112,7 @@ def measure_errors(
     errors = {option: OptionError() for option in options}
     transforms = {option.transform for option in errors}
     samples = draw_tensors(site, len(errors), dtype, device, transforms)
-    corrections: dict[Role, Correction] = {Role.FPROP: FpropCorrection(site), Role.WGRAD: WgradCorrection(site)}
+    corrections = corrections_of(site)
     for index, tensors in enumerate(until_known(samples, errors.values(), budget_s)):
         unknown = [option for option, error in errors.items() if not error.is_known]
         parts = SiteParts(tensors)
@@ -125,6 +125,11 @@ def measure_errors(
         if option.role in corrections and option.transform is Transform.NONE:
             error.factors = corrections[option.role].factors(option.recipe, len(error.samples))
     return errors
+
+
+def corrections_of(site: SiteRecord) -> dict[Role, Correction]:
+    """By the roles whose errors the Probe measured on real rows."""
+    return {Role.FPROP: FpropCorrection(site), Role.WGRAD: WgradCorrection(site)}
 
 
 def until_known(samples: Iterator[SiteTensors], errors: Collection[OptionError], budget_s: float) -> Iterator[SiteTensors]:

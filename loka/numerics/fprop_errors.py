@@ -48,9 +48,9 @@ def some_outputs(weight_NK: Tensor) -> Tensor:
     return weight_NK[:: -(-len(weight_NK) // MOST_OUTPUTS)].float().clone()
 
 
-def some_rows(x_RK: Tensor, look: int) -> Tensor:
-    """Which: at every ``look`` others, spread over all and at no even distance, for rows of one example lie together, and every
-    sixteenth may be alike."""
+def which_rows(x_RK: Tensor, look: int) -> Tensor:
+    """Some to stand for all: at every ``look`` others, spread and at no even distance, for rows of one example lie together,
+    and every sixteenth may be alike."""
     rows, some = len(x_RK), max(FEWEST_ROWS, min(MOST_ROWS, MOST_VALUES // x_RK.shape[1]))
     if rows <= some:
         return torch.arange(rows, device=x_RK.device)

@@ -162,7 +162,7 @@ def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
 
 
 def largest_magnitude(values: Tensor) -> Tensor:
-    """FP32; in one pass, in which seven times as much is read a second as ``abs().amax()`` does on a CPU."""
+    """FP32; in one pass, without a copy of all magnitudes."""
     lowest, highest = torch.aminmax(values if values.dtype in _ORDERED else values.float())
     return torch.maximum(-lowest.float(), highest.float())
 

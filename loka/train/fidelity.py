@@ -22,10 +22,9 @@ from loka.core.recipe import Format
 from loka.core.record import SiteRecord
 from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
+from loka.measure.error import corrections_of
 from loka.measure.factors import Correction, Factors
-from loka.measure.fprop_correction import FpropCorrection
 from loka.measure.parts import Option, SiteParts, SiteTensors
-from loka.measure.wgrad_correction import WgradCorrection
 from loka.numerics.metrics import FLOOR_AXIS, mere_floored
 from loka.probe.probe import Probe
 from loka.probe.watch import watch
@@ -103,12 +102,11 @@ def study_planted(planted: Callable[[torch.Generator], Rows], weight_NK: Tensor,
 
 def fidelity_of(rows: SiteRows, site: SiteRecord) -> SiteFidelity:
     m = rows.learned[0][0].shape[0]
-    halves = [_errors(iter(half).__next__, rows.weight_NK, len(half)) for half in rows.held_out]
+    halves = [_errors(iter(half).__next__, rows.weight_NK, len(half), {}) for half in rows.held_out]
     predicted = {}
     for name in PREDICTORS:
         draw = _draw(name, rows, site, m, torch.Generator().manual_seed(0))
-        corrections = {Role.FPROP: FpropCorrection(site), Role.WGRAD: WgradCorrection(site)} if name == "learned" else {}
-        predicted[name] = _errors(draw, rows.weight_NK, DRAWN, corrections)
+        predicted[name] = _errors(draw, rows.weight_NK, DRAWN, corrections_of(site) if name == "learned" else {})
     return SiteFidelity((halves[0], halves[1]), predicted)
 
 
@@ -145,12 +143,12 @@ def _draw(predictor: str, rows: SiteRows, site: SiteRecord, m: int, generator: t
     return {"learned": learned, "drawn": learned, "randn": randn, "reservoir": reservoir}[predictor]
 
 
-def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, corrections: Mapping[Role, Correction] | None = None) -> Errors:
+def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, corrections: Mapping[Role, Correction]) -> Errors:
     """Over all batches: the mean of ``mere_floored``, and rms(error)/rms(reference), corrected as ``measure`` does.
 
     A batch's own relative_rms is as large as its dw happens to be small, and its mean takes hundreds of batches to settle.
     """
-    corrections, sums = corrections or {}, dict[Option, tuple[float, float, float]]()
+    sums: dict[Option, tuple[float, float, float]] = {}
     for index in range(n_batches):
         x_MK, dy_MN = draw()
         parts = SiteParts(tensors := SiteTensors(x_MK, dy_MN, [weight_NK]))

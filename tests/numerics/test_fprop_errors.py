@@ -12,7 +12,7 @@ from loka.core.gemm import Role
 from loka.core.recipe import Format, Recipe, Scaling
 from loka.kernels.contract import KERNELS
 from loka.measure.factors import as_looked_at
-from loka.numerics.fprop_errors import MOST_OUTPUTS, MOST_ROWS, RECIPES, fprop_errors, some_outputs, some_rows
+from loka.numerics.fprop_errors import MOST_OUTPUTS, MOST_ROWS, RECIPES, fprop_errors, some_outputs, which_rows
 from loka.numerics.metrics import mere_floored
 from loka.numerics.scaling import STATIC_SCALE, dequantize, quantize
 
@@ -82,7 +82,7 @@ def test_values_whose_squares_leave_fp32_have_errors_too() -> None:
 @pytest.mark.parametrize("every", [2, 16, 128])
 def test_no_kind_of_row_is_passed_over(every: int) -> None:
     """Of rows that come in turns, as those of one example do, looks see all turns, and each about as often."""
-    seen = torch.cat([some_rows(torch.zeros(4096, 1), look) for look in range(64)])
+    seen = torch.cat([which_rows(torch.zeros(4096, 1), look) for look in range(64)])
     counts = torch.bincount(seen % every, minlength=every)
     assert len(seen) == 64 * MOST_ROWS
     assert counts.min() > 0.7 * len(seen) / every
@@ -90,8 +90,8 @@ def test_no_kind_of_row_is_passed_over(every: int) -> None:
 
 
 def test_of_few_rows_all_are_looked_at_and_of_wide_ones_fewer() -> None:
-    assert some_rows(torch.zeros(MOST_ROWS, 8), 3).tolist() == list(range(MOST_ROWS))
-    assert len(some_rows(torch.zeros(64, 2**16), 0)) == 8
+    assert which_rows(torch.zeros(MOST_ROWS, 8), 3).tolist() == list(range(MOST_ROWS))
+    assert len(which_rows(torch.zeros(64, 2**16), 0)) == 8
 
 
 def test_outputs_that_stand_for_all_are_a_copy() -> None:

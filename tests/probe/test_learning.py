@@ -18,12 +18,11 @@ from loka.core.gemm import Role
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record
-from loka.numerics.fprop_errors import fprop_errors
 from loka.probe.budget import plan_memory
 from loka.probe.history import LONGEST, History
 from loka.probe.site_learning import SiteLearning
 from loka.probe.statistics.binades import BINADES, LOWEST, counts_by_binade
-from loka.probe.watch import Call, choose_rows, largest_magnitude, watch
+from loka.probe.watch import Call, choose_rows
 
 
 def test_x_and_dy_are_learned_together() -> None:
@@ -376,86 +375,6 @@ def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> N
     gradients = learning._statistics["gradients"].tensors
     known = 1.0 if value == 1.0 else 0.0
     assert (gradients["m"], gradients["steps"], gradients["dw_NK"].sum()) == (8 * known, known, 12 * known)
-
-
-def test_errors_of_outputs_are_looked_at_every_eighth_sample_and_fade_slowly() -> None:
-    """Sums by hand, of the rows and the weight as they were; a sample of a weight that is no number counts for nothing."""
-    model = nn.Linear(4, 3, bias=False)
-    probe = loka.Probe(model, every=1, half_life=10.0)
-    expected: list[Tensor] = []
-    for step in range(17):
-        x_MK = torch.randn(16, 4)
-        if step == 8:
-            model.weight.data[0, 0] = torch.nan
-        if step in (0, 16):
-            weight_NK = model.weight.detach()
-            expected.append(fprop_errors(x_MK, x_MK.abs().amax(), weight_NK, weight_NK.abs().amax()).floored_W)
-        with probe.step():
-            model(x_MK).sum().backward()
-        model.weight.data.normal_()
-    tensors = probe.record().sites[""].statistics["fprop_errors"].tensors
-    fade = 0.5 ** (2 * 8 / 10.0 * 0.1)
-    torch.testing.assert_close(tensors["floored_W"], fade * expected[0] + expected[1])
-    assert float(tensors["count"]) == pytest.approx(1 + fade)
-    assert float(tensors["rows"]) == pytest.approx(16 * (1 + fade))
-
-
-def test_errors_of_outputs_stay_where_the_weight_is_parametrized_later() -> None:
-    """It is made anew in every call then, and none of it is looked at."""
-    model = nn.Linear(4, 3, bias=False)
-    probe = loka.Probe(model, every=1, half_life=None)
-    for step in range(9):
-        if step == 8:
-            nn.utils.parametrizations.weight_norm(model)
-        with probe.step():
-            model(torch.randn(16, 4)).sum().backward()
-    assert float(probe.record().sites[""].statistics["fprop_errors"].tensors["count"]) == 1.0
-
-
-def test_a_sample_without_outputs_is_none() -> None:
-    """As of a layer that begins at 0: had it counted, errors of later samples would be told half as large."""
-    model = nn.Linear(4, 3, bias=False)
-    nn.init.zeros_(model.weight)
-    probe = loka.Probe(model, every=1, half_life=None)
-    for _ in range(9):
-        with probe.step():
-            model(torch.randn(16, 4)).sum().backward()
-        model.weight.data.normal_()
-    assert float(probe.record().sites[""].statistics["fprop_errors"].tensors["count"]) == 1.0
-
-
-def test_a_row_has_the_largest_value_of_its_call() -> None:
-    """Of which a few rows alone are taken; where it is no number, of those that were taken, and only there."""
-    learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)
-    for values, expected in (([5.0, 7.0], [5.0, 5.0, 7.0, 7.0]), ([5.0, torch.inf], [5.0, 5.0, 1.0, 1.0])):
-        calls = [Call(8, torch.ones(2, 4), torch.tensor(value), torch.float32, needs_dx=False) for value in values]
-        rows = learning.look(calls, None, all_finite=False)
-        assert rows is not None
-        assert rows.x_amax_R1 is not None
-        assert rows.x_amax_R1.flatten().tolist() == expected
-    model = nn.Linear(4, 1)
-    x_MK = torch.zeros(64, 4)
-    x_MK[13, 2] = -9.0
-    with watch(model, {"": model}, 1, torch.Generator()) as seen:
-        model(x_MK)
-    assert [float(call.x_amax) for call in seen.calls[""]] == [9.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool, torch.uint8])
-def test_the_largest_magnitude_of_any_dtype(dtype: torch.dtype) -> None:
-    values = torch.tensor([[1.0, -3.0 if dtype.is_signed else 3.0]]).to(dtype)
-    assert float(largest_magnitude(values)) == (1.0 if dtype is torch.bool else 3.0)
-
-
-def test_a_weight_of_another_layout_is_not_looked_at() -> None:
-    """As a subclass may hold it, packed or transposed."""
-    module = nn.Linear(4, 3)
-    module.weight = nn.Parameter(torch.randn(4, 3))
-    rows = SiteLearning(module, Covariance.FULL).look(
-        [Call(2, torch.ones(2, 4), torch.tensor(1.0), torch.float32, needs_dx=False)], None, all_finite=True
-    )
-    assert rows is not None
-    assert rows.weight_JK is None
 
 
 def test_a_history_ends_where_numbers_do() -> None:

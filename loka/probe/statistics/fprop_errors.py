@@ -4,7 +4,7 @@ import torch
 
 from loka.core.moments import State
 from loka.core.statistics import Rule
-from loka.numerics.fprop_errors import fprop_errors, some_rows
+from loka.numerics.fprop_errors import fprop_errors, which_rows
 from loka.probe.statistics.contract import SLOWER, STATISTICS, Rows, add_sums
 
 
@@ -16,7 +16,7 @@ class SeenFpropErrors:
     def observe(self, rows: Rows) -> State:
         if rows.weight_JK is None or rows.w_amax is None or rows.x_amax_R1 is None:
             return {}
-        some_S = some_rows(rows.x_RK, rows.sample // self.every)
+        some_S = which_rows(rows.x_RK, rows.sample // self.every)
         errors = fprop_errors(rows.x_RK[some_S], rows.x_amax_R1[some_S], rows.weight_JK, rows.w_amax)
         counts = (errors.size > 0) & errors.size.isfinite() & errors.squares_W.isfinite().all()  # no y, and no number, do not
         new = {**errors._asdict(), "rows": torch.full_like(errors.size, len(some_S)), "count": torch.ones_like(errors.size)}
