@@ -203,7 +203,6 @@ class Probe:
         self._saw_forward |= bool(seen.calls or seen.runs)
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
-        all_finite = _all_finite(seen)
         looked: list[tuple[SiteLearning, Rows]] = []
         with exactly(self._device):
             if self._weights is not None:
@@ -211,9 +210,11 @@ class Probe:
             for name, site in self._learning.items():
                 if seen.leaves_calls_out(name):
                     site.note(CALLS_LEFT_OUT)
-                rows = site.look(seen.trained_calls(name), seen.dw_NK.get(name), all_finite=all_finite)
+                rows = site.look(seen.trained_calls(name), seen.dw_NK.get(name))
                 if rows is not None and self._dtypes[name] in BASELINES:
                     looked.append((site, rows))
+            if not _all_finite(seen):  # last: until this is known a GPU gets no more work
+                looked = [(site, finite) for site, rows in looked if (finite := site.finite(rows)) is not None]
         self._aside.follow(tensor for _, rows in looked for tensor in rows.tensors())
         with self._aside.work():
             for site, rows in looked:

@@ -17,7 +17,7 @@ from loka.nn.blocks import Block
 from loka.numerics.formats import format_of, is_format
 from loka.numerics.fprop_errors import some_outputs
 from loka.probe.history import History
-from loka.probe.statistics.contract import Rows, absorb, observe
+from loka.probe.statistics.contract import Rows, absorb, is_due, observe
 from loka.probe.watch import Call, largest_magnitude
 from loka.probe.weights import weight_learns, weight_of
 from loka.probe.wgrad_history import WgradHistory
@@ -47,8 +47,8 @@ class SiteLearning:
     def note(self, text: str) -> None:
         self._notes[text] = None
 
-    def look(self, calls: list[Call], dw_NK: Tensor | None, *, all_finite: bool) -> Rows | None:
-        """Count the calls of a step, and take of their rows those that hold no NaN or infinity, to be learned."""
+    def look(self, calls: list[Call], dw_NK: Tensor | None) -> Rows | None:
+        """Count the calls of a step, and take their rows, to be learned. No device is waited for."""
         if self._module.bias is not None:
             self._bias_norms.add(torch.linalg.vector_norm(self._module.bias.float()))
         if not calls:
@@ -60,25 +60,40 @@ class SiteLearning:
         x_amax_R1 = _joined([call.x_amax.expand(len(call.x_RK), 1) for call in calls])
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
         dy_RN = _joined(gradients) if gradients else None
-        if not all_finite:
-            finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
-            if not finite_R.all():
-                self.note("rows with NaN or infinite values were seen and left out")
-                x_RK, x_amax_R1, dy_RN = x_RK[finite_R], x_amax_R1[finite_R], None if dy_RN is None else dy_RN[finite_R]
-            dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
+        sample = 0 if dy_RN is not None and not self._trains else self._samples  # see ``learn``
+        m, (weight_JK, w_amax) = sum(call.m for call in calls), self._some_of_weight(sample)
+        return Rows(
+            x_RK,
+            dy_RN,
+            self._covariance,
+            m,
+            dw_NK,
+            x_amax_R1=x_amax_R1,
+            weight_JK=weight_JK,
+            w_amax=w_amax,
+            sample=sample,
+        )
+
+    def finite(self, rows: Rows) -> Rows | None:
+        """Those of the rows that hold no NaN or infinity; None without any."""
+        x_RK, dy_RN, dw_NK, x_amax_R1 = rows.x_RK, rows.dy_RN, rows.dw_NK, rows.x_amax_R1
+        finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
+        if not finite_R.all():
+            self.note("rows with NaN or infinite values were seen and left out")
+            x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
+            x_amax_R1 = None if x_amax_R1 is None else x_amax_R1[finite_R]
         if not len(x_RK):
             return None
-        if not all_finite:
+        if x_amax_R1 is not None:
             x_amax_R1 = torch.where(x_amax_R1.isfinite(), x_amax_R1, x_RK.abs().amax())
-        if dy_RN is not None and self._reference_N is None:
-            self._reference_N = reference_of(dy_RN)
-        m, (weight_JK, w_amax) = sum(call.m for call in calls), self._some_of_weight()
-        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, self._reference_N, x_amax_R1, weight_JK, w_amax)
+        dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
+        return dataclasses.replace(rows, x_RK=x_RK, dy_RN=dy_RN, dw_NK=dw_NK, x_amax_R1=x_amax_R1)
 
-    def _some_of_weight(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copies: the training goes on before they are looked at. Nothing of a weight that is made in every call, or packed."""
+    def _some_of_weight(self, sample: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Copies, for the training goes on before they are looked at, and only where they will be. Nothing of a weight that is
+        made in every call, or packed."""
         weight_NK, shape = self._module._parameters.get("weight"), (self._module.out_features, self._module.in_features)
-        if weight_NK is None or weight_NK.shape != shape:
+        if not is_due("fprop_errors", sample) or weight_NK is None or weight_NK.shape != shape:
             return None, None
         return some_outputs(weight_NK.detach()), largest_magnitude(weight_NK.detach())
 
@@ -92,7 +107,9 @@ class SiteLearning:
         elif rows.dy_RN is None and self._trains:
             self.note(CALLS_LEFT_OUT)
             return
-        known, rows = self._statistics, dataclasses.replace(rows, sample=self._samples)
+        if rows.dy_RN is not None and self._reference_N is None:
+            self._reference_N = reference_of(rows.dy_RN)
+        known, rows = self._statistics, dataclasses.replace(rows, reference_N=self._reference_N)
         self._statistics = absorb(known, rows, fade) if known else observe(rows)
         self._samples += 1
         if weight_learns(self._module):

@@ -57,12 +57,26 @@ def test_a_sample_without_outputs_is_none() -> None:
     assert float(probe.record().sites[""].statistics["fprop_errors"].tensors["count"]) == 1.0
 
 
+def test_errors_of_outputs_begin_with_the_gradients() -> None:
+    """What was learned before is thrown away, and with it whose turn it was."""
+    model = nn.Linear(4, 3)
+    probe = loka.Probe(model, every=1, half_life=None)
+    for trains in (False, False, *[True] * 9):
+        with probe.step(), torch.set_grad_enabled(trains):
+            loss = model(torch.randn(16, 4)).sum()
+            if trains:
+                loss.backward()
+    assert float(probe.record().sites[""].statistics["fprop_errors"].tensors["count"]) == 2.0
+
+
 def test_a_row_has_the_largest_value_of_its_call() -> None:
     """Of which a few rows alone are taken; where it is no number, of those that were taken, and only there."""
     learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)
     for values, expected in (([5.0, 7.0], [5.0, 5.0, 7.0, 7.0]), ([5.0, torch.inf], [5.0, 5.0, 1.0, 1.0])):
         calls = [Call(8, torch.ones(2, 4), torch.tensor(value), torch.float32, needs_dx=False) for value in values]
-        rows = learning.look(calls, None, all_finite=False)
+        looked = learning.look(calls, None)
+        assert looked is not None
+        rows = learning.finite(looked)
         assert rows is not None
         assert rows.x_amax_R1 is not None
         assert rows.x_amax_R1.flatten().tolist() == expected
@@ -85,7 +99,7 @@ def test_a_weight_of_another_layout_is_not_looked_at() -> None:
     module = nn.Linear(4, 3)
     module.weight = nn.Parameter(torch.randn(4, 3))
     rows = SiteLearning(module, Covariance.FULL).look(
-        [Call(2, torch.ones(2, 4), torch.tensor(1.0), torch.float32, needs_dx=False)], None, all_finite=True
+        [Call(2, torch.ones(2, 4), torch.tensor(1.0), torch.float32, needs_dx=False)], None
     )
     assert rows is not None
     assert rows.weight_JK is None

@@ -368,7 +368,9 @@ def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> N
     dw_NK[1, 2] = value
     x_MK = torch.randn(8, 4)
     call = Call(8, x_MK, x_MK.abs().amax(), torch.float32, needs_dx=True, dy_RN=torch.randn(8, 3))
-    rows = learning.look([call], dw_NK, all_finite=value == 1.0)
+    looked = learning.look([call], dw_NK)
+    assert looked is not None
+    rows = learning.finite(looked)
     assert rows is not None
     assert (rows.dw_NK is not None) is (value == 1.0)
     learning.learn(rows, fade=1.0)

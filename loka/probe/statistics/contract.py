@@ -69,6 +69,11 @@ SLOWER = 0.1  # than other statistics, errors on real rows fade: by what drawn o
 STATISTICS: Registry[Observer] = Registry("statistic", "loka.probe.statistics")
 
 
+def is_due(statistic: str, sample: int) -> bool:
+    """Whether it is the statistic's turn at a site's sample, by how many came before."""
+    return sample % STATISTICS.get(statistic).every == 0
+
+
 def observe(rows: Rows) -> dict[str, Statistic]:
     """Every statistic that the rows have something to say about."""
     states = {name: observer.observe(rows) for name, observer in STATISTICS.items()}
@@ -80,6 +85,6 @@ def absorb(known: Mapping[str, Statistic], rows: Rows, fade: float) -> dict[str,
 
     ``fade`` is what a sample fades by from one to the next; a statistic that waited for its turn fades by all it missed.
     """
-    due = {name: observer for name, observer in STATISTICS.items() if name in known and rows.sample % observer.every == 0}
+    due = {name: observer for name, observer in STATISTICS.items() if name in known and is_due(name, rows.sample)}
     states = {name: observer.absorb(known[name].tensors, rows, fade**observer.every) for name, observer in due.items()}
     return {**known, **{name: Statistic(due[name].rule, state) for name, state in states.items()}}
