@@ -1,4 +1,5 @@
-"""Where a Probe works: outside the training's arithmetic, and on a GPU beside its steps, in a stream of its own."""
+"""Where a Probe works: outside the training's arithmetic, and on a GPU beside its steps, in a stream of its own, with nobody
+waiting for it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,3 +37,22 @@ class Aside:
     def work(self) -> Iterator[None]:
         with exactly(self._device), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             yield
+
+
+class Answer:
+    """A truth value that a GPU is still to find out, as a tensor there: to be read when it is done with all before it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self._found = value, None
+        if value.device.type == "cuda":
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
+            self._found = torch.cuda.current_stream(value.device).record_event()
+
+    def is_there(self) -> bool:
+        return self._found is None or self._found.query()
+
+    def get(self) -> bool:
+        """Waits for it."""
+        if self._found is not None:
+            self._found.synchronize()
+        return bool(self._value)

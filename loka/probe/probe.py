@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka.core.environment import current_environment
@@ -24,7 +24,7 @@ from loka.nn.fast_path import passed_by
 from loka.nn.graph import Method, names_inside_torch
 from loka.nn.unwrap import Example, arguments_of, unwrapped
 from loka.numerics.formats import format_of
-from loka.probe.aside import Aside, exactly
+from loka.probe.aside import Answer, Aside, exactly
 from loka.probe.budget import plan_memory
 from loka.probe.clock import StepClock
 from loka.probe.facts import blocks_of, cast_in_steps, merged, producers_of, why_stays
@@ -45,10 +45,10 @@ class Probe:
     """Watches ``model`` on every ``every``-th step and learns from ``rows`` rows of each call of each linear layer.
 
     Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
-    run as without a Probe: compiled graphs stay, and the host never waits for the device. What a sample showed is learned a
-    few sites at a time behind the steps that follow, where the host has time, and on a GPU in a stream of its own. Statistics
-    take at most ``memory_budget`` bytes, of which ``memory`` tells how many and in what form; ``seed`` is that of the rows'
-    choice.
+    run as without a Probe: compiled graphs stay. What a sample showed is learned a few sites at a time behind the steps that
+    follow, where the host has time, and on a GPU in a stream of its own. The host waits for the device behind the first sample,
+    and where there were NaN or infinite values, and else never. Statistics take at most ``memory_budget`` bytes, of which
+    ``memory`` tells how many and in what form; ``seed`` is that of the rows' choice.
 
     Older samples fade with ``half_life`` (in samples), so that the Record speaks of the model as it is now; None keeps all
     alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
@@ -101,7 +101,8 @@ class Probe:
         self._dtypes: dict[str, torch.dtype] = {}  # what each site was last called in
         self._samples = 0
         self._saw_forward = False
-        self._unlearned: deque[tuple[SiteLearning, Rows]] = deque()  # of the newest sample
+        self._unlearned: deque[tuple[SiteLearning, Rows]] = deque()  # of the newest sample,
+        self._all_finite = Answer(torch.tensor(True))  # whether there is no NaN or infinity in it
         self._sites_a_step = 0  # to be learned behind each step
         self._detached = False
         self._writer = _writer()
@@ -117,7 +118,8 @@ class Probe:
         if not is_sampled:
             with self._clock.timed():
                 yield
-            self._learn(self._sites_a_step)
+            if self._unlearned and self._all_finite.is_there():
+                self._learn(self._sites_a_step)
             return
         self._learn_all()
         if (device := self._one_device()) != self._device:
@@ -213,15 +215,10 @@ class Probe:
                 rows = site.look(seen.trained_calls(name), seen.dw_NK.get(name))
                 if rows is not None and self._dtypes[name] in BASELINES:
                     looked.append((site, rows))
-            if not _all_finite(seen):  # last: until this is known a GPU gets no more work
-                looked = [(site, finite) for site, rows in looked if (finite := site.finite(rows)) is not None]
+            self._all_finite = Answer(_all_finite(seen))
         self._aside.follow(tensor for _, rows in looked for tensor in rows.tensors())
-        with self._aside.work():
-            for site, rows in looked:
-                if site.may_wait:
-                    self._unlearned.append((site, rows))
-                else:
-                    site.learn(rows, self._fade)
+        self._unlearned.extend(sorted(looked, key=lambda one: one[0].may_wait))
+        self._learn(sum(not site.may_wait for site, _ in looked))
 
     def _look_who_reads_what(self, seen: Watch) -> None:
         """Behind the first step, and behind one that called other sites than those before it, in one call of the model or in
@@ -242,12 +239,16 @@ class Probe:
         self._flows.add(frozenset(block.site for block in found if block.calls != 0))
 
     def _learn(self, sites: int) -> None:
-        if not self._unlearned:
+        sites = min(sites, len(self._unlearned))
+        if not sites:
             return
+        all_finite = self._all_finite.get()
         with self._aside.work():
-            for _ in range(min(sites, len(self._unlearned))):
-                site, rows = self._unlearned.popleft()
-                site.learn(rows, self._fade)
+            for _ in range(sites):
+                site, looked = self._unlearned.popleft()
+                rows = looked if all_finite else site.finite(looked)
+                if rows is not None:
+                    site.learn(rows, self._fade)
 
     def _learn_all(self) -> None:
         self._learn(len(self._unlearned))
@@ -279,11 +280,11 @@ class Probe:
         return format_of(dtype)
 
 
-def _all_finite(seen: Watch) -> bool:
-    """Whether no tensor holds NaN or infinity, asked for all of them at once: the only time a device is waited for."""
+def _all_finite(seen: Watch) -> Tensor:
+    """Whether no tensor holds NaN or infinity, asked for all of them at once."""
     of_calls = [tensor for calls in seen.calls.values() for call in calls for tensor in (call.x_RK, call.x_amax, call.dy_RN)]
     tensors = [tensor for tensor in [*of_calls, *seen.dw_NK.values()] if tensor is not None]
-    return bool(torch.nn.utils.get_total_norm(tensors, norm_type=1.0).isfinite())
+    return torch.nn.utils.get_total_norm(tensors, norm_type=1.0).isfinite()
 
 
 def _tell_failure(written: "Future[Path]", run: str | Path) -> None:

@@ -413,9 +413,34 @@ def test_chosen_rows_are_different_and_from_everywhere(m: int, rows: int, seed: 
     assert all(gap <= 2 * m / min(m, rows) + 1 for gap in gaps)
 
 
+def test_what_a_device_has_not_answered_yet_is_learned_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probed(is_there: bool) -> tuple[loka.Record, int]:
+        monkeypatch.setattr("loka.probe.aside.Answer.is_there", lambda self: is_there)
+        torch.manual_seed(0)
+        model = small_model()
+        probe = loka.Probe(model, every=8)
+        for step in range(12):
+            x_MK = torch.randn(64, 12)
+            x_MK[3] = torch.nan if step == 8 else 0.0
+            with probe.step():
+                model(x_MK).square().mean().backward()
+        waiting = len(probe._unlearned)
+        return probe.record(), waiting
+
+    (record, none_waits), (later, waiting) = probed(is_there=True), probed(is_there=False)
+    assert (none_waits, waiting) == (0, len(record.sites))
+    for name, site in record.sites.items():
+        assert site.notes == later.sites[name].notes
+        assert "NaN" in " ".join(site.notes)
+        for key, statistic in site.statistics.items():
+            for part, tensor in statistic.tensors.items():
+                assert torch.equal(tensor, later.sites[name].statistics[key].tensors[part]), (name, key, part)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_idle_steps_never_wait_for_the_gpu(is_compiled: bool) -> None:
+def test_no_step_waits_for_the_gpu(is_compiled: bool) -> None:
+    """But the first sample."""
     model = small_model().cuda()
     if is_compiled:
         model.compile()
@@ -430,7 +455,7 @@ def test_idle_steps_never_wait_for_the_gpu(is_compiled: bool) -> None:
         step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(9):
+        for _ in range(18):
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
