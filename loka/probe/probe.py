@@ -126,8 +126,11 @@ class Probe:
             raise InvalidInput(f"the model moved from {self._device} to {device}: make the Probe behind model.to(…)")
         self._require_same_sites()
         full = [name for name, form in self.memory.forms.items() if form is Covariance.FULL]
-        stance = torch.compiler.set_stance("force_eager")
-        with stance, watch(self._model, self._sites, self._rows, self._generator, with_dw=full) as seen:
+        outputs = [name for name, site in self._learning.items() if site.wants_outputs]
+        with (
+            torch.compiler.set_stance("force_eager"),
+            watch(self._model, self._sites, self._rows, self._generator, with_dw=full, with_amax=outputs) as seen,
+        ):
             yield
         self._take(seen)
 

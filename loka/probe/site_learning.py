@@ -44,6 +44,11 @@ class SiteLearning:
         """Whether a sample may be learned later: not the first, and not where a device must be waited for."""
         return bool(self._statistics) and self._covariance is not Covariance.LOW_RANK
 
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether errors of outputs are due at the next sample; they may be at one that is the first with gradients."""
+        return not self._trains or is_due("fprop_errors", self._samples)
+
     def note(self, text: str) -> None:
         self._notes[text] = None
 
@@ -57,22 +62,12 @@ class SiteLearning:
             self._calls[call.m] = self._calls.get(call.m, 0) + call.is_first_backward
             self._needs_dx |= call.needs_dx
         x_RK = _joined([call.x_RK for call in calls])
-        x_amax_R1 = _joined([call.x_amax.expand(len(call.x_RK), 1) for call in calls])
+        amax_R1 = [call.x_amax.expand(len(call.x_RK), 1) for call in calls if call.x_amax is not None]
+        x_amax_R1, weight = (_joined(amax_R1), self._some_of_weight()) if amax_R1 else (None, (None, None))
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
         dy_RN = _joined(gradients) if gradients else None
-        sample = 0 if dy_RN is not None and not self._trains else self._samples  # see ``learn``
-        m, (weight_JK, w_amax) = sum(call.m for call in calls), self._some_of_weight(sample)
-        return Rows(
-            x_RK,
-            dy_RN,
-            self._covariance,
-            m,
-            dw_NK,
-            x_amax_R1=x_amax_R1,
-            weight_JK=weight_JK,
-            w_amax=w_amax,
-            sample=sample,
-        )
+        m = sum(call.m for call in calls)
+        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, None, x_amax_R1, *weight)
 
     def finite(self, rows: Rows) -> Rows | None:
         """Those of the rows that hold no NaN or infinity; None without any."""
@@ -89,11 +84,10 @@ class SiteLearning:
         dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
         return dataclasses.replace(rows, x_RK=x_RK, dy_RN=dy_RN, dw_NK=dw_NK, x_amax_R1=x_amax_R1)
 
-    def _some_of_weight(self, sample: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copies, for the training goes on before they are looked at, and only where they will be. Nothing of a weight that is
-        made in every call, or packed."""
+    def _some_of_weight(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Copies: the training goes on before they are looked at. Nothing of a weight that is made in every call, or packed."""
         weight_NK, shape = self._module._parameters.get("weight"), (self._module.out_features, self._module.in_features)
-        if not is_due("fprop_errors", sample) or weight_NK is None or weight_NK.shape != shape:
+        if weight_NK is None or weight_NK.shape != shape:
             return None, None
         return some_outputs(weight_NK.detach()), largest_magnitude(weight_NK.detach())
 
@@ -109,7 +103,7 @@ class SiteLearning:
             return
         if rows.dy_RN is not None and self._reference_N is None:
             self._reference_N = reference_of(rows.dy_RN)
-        known, rows = self._statistics, dataclasses.replace(rows, reference_N=self._reference_N)
+        known, rows = self._statistics, dataclasses.replace(rows, reference_N=self._reference_N, sample=self._samples)
         self._statistics = absorb(known, rows, fade) if known else observe(rows)
         self._samples += 1
         if weight_learns(self._module):

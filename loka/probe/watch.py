@@ -1,11 +1,14 @@
 """Watching one step: hooks on every site that take some rows of x and, when the gradient arrives, the same rows of dy.
 
+Of tensors in whatever layout: to flatten one that lies transposed would copy all of it.
+
 The gradient of the weight comes along for nothing, and is made of all rows.
 
 Axes:  M rows of a call,  R rows taken of them,  K in_features,  N out_features.
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +33,7 @@ class Call:
 
     m: int
     x_RK: Tensor
-    x_amax: Tensor  # of all rows
+    x_amax: Tensor | None  # of all rows, where it was asked for
     dtype: torch.dtype  # of the output: what the GEMM ran in
     needs_dx: bool  # whether anything in front of it learns
     dy_RN: Tensor | None = None
@@ -80,19 +83,26 @@ class Watch:
 
 @contextmanager
 def watch(
-    model: nn.Module, sites: Mapping[str, nn.Linear], rows: int, generator: torch.Generator, with_dw: Collection[str] = ()
+    model: nn.Module,
+    sites: Mapping[str, nn.Linear],
+    rows: int,
+    generator: torch.Generator,
+    *,
+    with_dw: Collection[str] = (),
+    with_amax: Collection[str] = (),
 ) -> Iterator[Watch]:
     """Hooks on ``model`` while the block runs; behind it there are none.
 
-    Calls of equally many rows show the same rows. ``with_dw``: of which sites the gradient of the weight is asked for.
+    Calls of equally many rows show the same rows. Of the sites of ``with_dw`` the gradient of the weight is asked for, of those
+    of ``with_amax`` the largest magnitude of x.
     """
     seen = Watch()
-    chosen = functools.cache(lambda m: choose_rows(m, rows, generator))
+    take = _taking(rows, generator)
     handles = [
         model.register_forward_pre_hook(PassingHook(_begin_run(seen)), with_kwargs=True),
         model.register_forward_hook(PassingHook(_end_run(seen)), always_call=True),
     ]
-    hooks = {name: PassingHook(_site_hook(seen, name, chosen)) for name in sites}
+    hooks = {name: PassingHook(_site_hook(seen, name, take, with_amax=name in with_amax)) for name in sites}
     handles += [site.register_forward_hook(hooks[name], with_kwargs=True) for name, site in sites.items()]
     weights = {name: weight for name, weight in _own_weights(model, sites).items() if name in with_dw}
     handles += [weight.register_hook(_weight_hook(seen, name)) for name, weight in weights.items()]
@@ -141,22 +151,21 @@ def _end_run(seen: Watch) -> Any:
     return hook
 
 
-def _site_hook(seen: Watch, name: str, chosen: Callable[[int], Tensor]) -> Any:
+def _site_hook(seen: Watch, name: str, take: Callable[[Tensor], Tensor], *, with_amax: bool) -> Any:
     def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         x = args[0] if args else kwargs.get("input")
         if not (_ends_in(x, module.in_features) and _ends_in(y, module.out_features)):
             return  # a subclass, say, that takes or gives something else
-        x_MK = x.detach().reshape(-1, module.in_features)
-        m = x_MK.shape[0]
-        if not m:
+        m = math.prod(x.shape[:-1])
+        if not m or m != math.prod(y.shape[:-1]):
             return
-        chosen_R = chosen(m)
-        call = Call(m, x_MK[chosen_R].float(), largest_magnitude(x_MK), y.dtype, x.requires_grad)
+        x_amax = largest_magnitude(x.detach()) if with_amax else None
+        call = Call(m, take(x), x_amax, y.dtype, x.requires_grad)
         seen.calls.setdefault(name, []).append(call)
         if seen.running is not None:
             seen.running.called.add(name)
         if y.requires_grad:
-            y.register_hook(lambda dy: _take_gradient(seen.calls[name], call, dy, chosen_R))
+            y.register_hook(lambda dy: _note_gradient(seen.calls[name], call, take(dy)))
 
     return hook
 
@@ -174,13 +183,32 @@ def _ends_in(value: object, features: int) -> TypeGuard[Tensor]:
     return value.ndim > 0 and value.shape[-1] == features and features > 0
 
 
-def _take_gradient(calls: list[Call], call: Call, dy: Tensor, chosen_R: Tensor) -> None:
+def _note_gradient(calls: list[Call], call: Call, dy_RN: Tensor) -> None:
     """Of a second backward pass through the same call, as for a second task, another call with the same rows of x."""
-    dy_RN = dy.detach().reshape(call.m, -1)[chosen_R].float()
     if call.dy_RN is None:
         call.dy_RN = dy_RN
     else:
         calls.append(replace(call, dy_RN=dy_RN, is_first_backward=False))
+
+
+def _taking(rows: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """A function that copies some rows of a tensor, in FP32; of tensors of equally many rows the same."""
+    chosen = functools.cache(lambda m: choose_rows(m, rows, generator))
+
+    @functools.cache
+    def places(shape: torch.Size) -> tuple[Tensor, ...]:
+        """An index along each axis but that of features. ``torch.unravel_index`` would wait for a GPU."""
+        rows_R, along = chosen(math.prod(shape)), []
+        for size in reversed(shape):
+            along.append(rows_R % size)
+            rows_R = rows_R // size
+        return tuple(reversed(along))
+
+    def take(values: Tensor) -> Tensor:
+        values = torch.atleast_2d(values.detach())
+        return values[places(values.shape[:-1])].float()
+
+    return take
 
 
 def choose_rows(m: int, rows: int, generator: torch.Generator) -> Tensor:

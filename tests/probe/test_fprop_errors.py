@@ -83,9 +83,10 @@ def test_a_row_has_the_largest_value_of_its_call() -> None:
     model = nn.Linear(4, 1)
     x_MK = torch.zeros(64, 4)
     x_MK[13, 2] = -9.0
-    with watch(model, {"": model}, 1, torch.Generator()) as seen:
-        model(x_MK)
-    assert [float(call.x_amax) for call in seen.calls[""]] == [9.0]
+    for asked, expected in ([""], [9.0]), ([], [None]):
+        with watch(model, {"": model}, 1, torch.Generator(), with_amax=asked) as seen:
+            model(x_MK)
+        assert [call.x_amax for call in seen.calls[""]] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool, torch.uint8])

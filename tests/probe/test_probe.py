@@ -1,6 +1,7 @@
 """What a Probe learns of a model that trains, and that the model does not notice."""
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.record import Record
-from loka.probe.watch import choose_rows
+from loka.probe.watch import choose_rows, watch
 
 
 def test_the_gradient_of_a_shared_or_a_frozen_weight_is_nobodys() -> None:
@@ -402,6 +403,27 @@ def test_neighbours_are_recorded() -> None:
     assert (sites["0"].norm_kind, sites["0"].activation_kind) == ("LayerNorm", "SiLU")
     assert (sites["0"].norm, sites["0"].activation) == ("1", "2")
     assert sites["4"].is_head
+
+
+@given(shape=st.lists(st.integers(1, 6), min_size=0, max_size=3), is_transposed=st.booleans())
+def test_rows_are_taken_of_any_shape_and_layout(shape: list[int], is_transposed: bool) -> None:
+    """The same of x and dy, as if both were flat, and copies: nothing that the model does to them later shows."""
+    sites = {"": nn.Linear(5, 3)}
+    x = torch.randn(*shape, 5)
+    if is_transposed and len(shape) > 1:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    dy = torch.randn(*shape, 3)
+    with watch(sites[""], sites, 4, torch.Generator().manual_seed(1), with_amax=[""]) as seen:
+        sites[""](x).backward(dy)
+    (call,) = seen.calls[""]
+    chosen_R = choose_rows(math.prod(shape), 4, torch.Generator().manual_seed(1))
+    expected_RK, expected_RN = x.reshape(-1, 5)[chosen_R], dy.reshape(-1, 3)[chosen_R]
+    assert call.x_amax == x.abs().max()
+    x.zero_()
+    dy.zero_()
+    assert torch.equal(call.x_RK, expected_RK)
+    assert call.dy_RN is not None
+    assert torch.equal(call.dy_RN, expected_RN)
 
 
 @given(m=st.integers(1, 5000), rows=st.integers(1, 300), seed=st.integers(0, 99))
