@@ -2,6 +2,7 @@
 
     python benchmarks/fidelity.py --criteo criteo_dac_80k.txt --movielens ml-1m
     python benchmarks/fidelity.py --models dlrm --steps 20 --batches 32            # planted rows and the synthetic stream alone
+    python benchmarks/fidelity.py --criteo … --movielens … --batch-size 1024 --batches 96 --rows 256     # as a Probe is used
 
 A model stands still, at its initialization or after some steps of training. Of the batches that follow, none of whose examples
 came before, every second is the Probe's; the others are held out. What is predicted from the Record is the error over batches
@@ -65,7 +66,9 @@ class Case:
         return f"{self.data}/{self.model}-{self.preset}/{'mods' if self.mods else 'plain'}/{self.stage}"
 
 
-def study_case(case: Case, path: Path | None, steps: int, batch_size: int, batches: int) -> dict[str, SiteFidelity]:
+def study_case(
+    case: Case, path: Path | None, steps: int, batch_size: int, batches: int, rows: int | None = None
+) -> dict[str, SiteFidelity]:
     torch.manual_seed(0)
     name, _, dense = case.data.partition("-")
     data = open_dataset(name, path=path and str(path), seed=0, device="cpu", **({"dense": dense} if dense else {}))
@@ -82,7 +85,11 @@ def study_case(case: Case, path: Path | None, steps: int, batch_size: int, batch
     if per_epoch := data.batches_per_epoch(batch_size):  # what is left of one pass over it
         left = islice(stream, per_epoch - (steps if case.stage == "trained" else 0))
         stream = (batch for batch in chain(left, data.test(batch_size)) if len(batch.label_B) == batch_size)
-    return study(net.dense_part, stream, lambda batch: F.binary_cross_entropy_with_logits(net(batch), batch.label_B), batches)
+
+    def loss(batch: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(net(batch), batch.label_B)
+
+    return study(net.dense_part, stream, loss, batches, rows)
 
 
 Planted = Callable[[torch.Generator], tuple[Tensor, Tensor]]  # makes x_MK and dy_MN
@@ -279,15 +286,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of training")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--batches", type=int, default=512, help="for the Probe and held out, together, at most")
+    parser.add_argument(
+        "--rows", type=int, help="of a batch that the Probe takes, older ones fading; default: all, and none do"
+    )
     parser.add_argument("--results", type=Path, help="results file to continue; default: one of today's in benchmarks/results")
     arguments = parser.parse_args()
     environment = current_environment(device_of(torch.device("cpu")))
     results = GatheredResults(FOLDER, "fidelity", environment, current_command(), arguments.results)
     paths = {"criteo-raw": arguments.criteo, "criteo-log": arguments.criteo, "movielens": arguments.movielens}
     paths = {data: path for data, path in paths.items() if path} or {"synthetic": None}
-    settings = {name: getattr(arguments, name) for name in ("steps", "batch_size", "batches")}
+    names = ("steps", "batch_size", "batches", *(["rows"] if arguments.rows else []))
+    settings = {name: getattr(arguments, name) for name in names}
     todo: dict[str, Callable[[], dict[str, SiteFidelity]]] = {
-        f"planted/{name}": lambda case=case: {"0": study_planted(*case, arguments.batches)}
+        f"planted/{name}": lambda case=case: {"0": study_planted(*case, arguments.batches, arguments.rows)}
         for name, case in planted_cases().items()
     }
     for data, model, mods, stage in product(paths, arguments.models, arguments.mods, arguments.stages):

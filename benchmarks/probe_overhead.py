@@ -11,6 +11,7 @@ the clock's on a GPU, and those this process was busy on the CPU.
 """
 
 import argparse
+import gc
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -101,6 +102,7 @@ def _of_whole_runs(trainer: Trainer, batch: Any, device: torch.device) -> dict[s
     for _ in range(2):  # the first sample is learned at once, and others as they come
         probed()
     percents = []
+    gc.collect()  # what compilers left behind, which would else be looked through in the midst of a turn, for half a second
     for turn in range(SAMPLES):
         order = (plain, probed) if turn % 2 else (probed, plain)
         taken_s = {run: seconds(run, device) for run in order}

@@ -61,13 +61,28 @@ class WgradErrors(NamedTuple):
     size_B: Tensor
 
 
-def some_rows(x_RK: Tensor, dy_RN: Tensor, dw_NK: Tensor | None = None, batch_rows: int = 0) -> SomeRows:
-    """Evenly spaced features. Without the dw of a batch of ``batch_rows``, these rows are the batch."""
+def some_rows(x_RK: Tensor, dy_RN: Tensor) -> SomeRows:
+    """Evenly spaced features of rows that are a batch."""
     x_RK, dy_RN = x_RK[:MOST_ROWS], dy_RN[:MOST_ROWS]
-    x_RI, dy_RJ = _some(x_RK), _some(dy_RN)
-    dw_JI = dy_RJ.mT @ x_RI if dw_NK is None else _some(_some(dw_NK).mT).mT
-    times = torch.full_like(dw_JI[0, 0], 1.0 if dw_NK is None else batch_rows / len(x_RK))
-    return SomeRows(x_RI, dy_RJ, _amax(x_RK), _amax(dy_RN), dw_JI, times)
+    x_RI, dy_RJ = (values[:, :: feature_stride(values.shape[1])].contiguous() for values in (x_RK, dy_RN))
+    return of_batch(x_RI, dy_RJ, x_RK.abs().amax(), dy_RN.abs().amax(), None, len(x_RK))
+
+
+def of_batch(x_RI: Tensor, dy_RJ: Tensor, x_amax: Tensor, dy_amax: Tensor, dw_JI: Tensor | None, batch_rows: int) -> SomeRows:
+    """These rows of a batch of ``batch_rows``; without its dw they are taken for all of it."""
+    times = torch.full_like(x_amax, 1.0 if dw_JI is None else batch_rows / len(x_RI))
+    return SomeRows(x_RI, dy_RJ, x_amax, dy_amax, dy_RJ.mT @ x_RI if dw_JI is None else dw_JI, times)
+
+
+def some_of_gradient(dw_NK: Tensor) -> Tensor:
+    """Where the features and outputs that are looked at meet; a view."""
+    outputs, features = dw_NK.shape
+    return dw_NK[:: feature_stride(outputs), :: feature_stride(features)]
+
+
+def feature_stride(features: int) -> int:
+    """One in so many is looked at."""
+    return max(1, -(-features // MOST_FEATURES))
 
 
 def wgrad_errors(batches: Sequence[SomeRows]) -> WgradErrors:
@@ -107,14 +122,6 @@ def _floored(error_WBJI: Tensor, dw_BJI: Tensor) -> Tensor:
     floor_BJI = torch.maximum(dw_BJI.abs(), FLOOR * rms_B1I)
     ratio_WBI = torch.where(rms_B1I > 0, error_WBJI.abs() / floor_BJI, 0.0).mean(2)
     return ratio_WBI.sum(2) / (rms_B1I > 0).sum((1, 2)).clamp(min=1)
-
-
-def _some(values_RF: Tensor) -> Tensor:
-    return values_RF[:, :: -(-values_RF.shape[1] // MOST_FEATURES)].contiguous()
-
-
-def _amax(values_RF: Tensor) -> Tensor:
-    return values_RF.abs().amax()
 
 
 def _norm(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:

@@ -9,6 +9,7 @@ from loka.core.errors import InvalidInput
 from loka.core.marginals import LEVELS
 from loka.core.moments import Covariance, covariance_elements
 
+WIDEST = 4096  # features of x and dy whose covariance is kept whole: a wider one takes longer than all else that is learned
 _BYTES = 4
 _FORMS = tuple(Covariance)
 
@@ -29,12 +30,13 @@ class Memory:
 
 
 def plan_memory(sites: Mapping[str, nn.Linear], budget: int, *, taken: int = 0) -> Memory:
-    """Full covariances as far as the budget goes: while it is exceeded, the largest site falls back to a smaller form.
+    """Full covariances but of the widest sites, as far as the budget goes: while it is exceeded, the largest site falls back to
+    a smaller form.
 
     ``taken`` bytes of the budget are not for covariances.
     """
-    forms = dict.fromkeys(sites, Covariance.FULL)
-    sizes = {name: _site_bytes(site, Covariance.FULL) for name, site in sites.items()}
+    forms = {name: Covariance.FULL if _features(site) <= WIDEST else Covariance.BLOCKS for name, site in sites.items()}
+    sizes = {name: _site_bytes(site, forms[name]) for name, site in sites.items()}
     while taken + sum(sizes.values()) > budget:
         open_sites = [name for name in sites if forms[name] is not _FORMS[-1]]
         if not open_sites:
@@ -55,10 +57,14 @@ def _smaller(site: nn.Linear, form: Covariance) -> Covariance:
     return next((other for other in following if _site_bytes(site, other) < size), _FORMS[-1])
 
 
+def _features(site: nn.Linear) -> int:
+    """Of x, and of dy's two parts."""
+    return site.in_features + site.out_features + 1
+
+
 def _site_bytes(site: nn.Linear, form: Covariance) -> int:
     """S, with the gradient of the weight where S is whole; the mean, the quantiles and the reference of dy."""
-    k, n = site.in_features, site.out_features
-    features = k + n + 1
+    k, n, features = site.in_features, site.out_features, _features(site)
     gradient = k * n if form is Covariance.FULL else 0
     return _BYTES * (covariance_elements(form, features) + gradient + (1 + LEVELS[form]) * features + n)
 

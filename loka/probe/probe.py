@@ -126,10 +126,10 @@ class Probe:
             raise InvalidInput(f"the model moved from {self._device} to {device}: make the Probe behind model.to(…)")
         self._require_same_sites()
         full = [name for name, form in self.memory.forms.items() if form is Covariance.FULL]
-        outputs = [name for name, site in self._learning.items() if site.wants_outputs]
+        closely = [name for name, site in self._learning.items() if site.looks_closely]
         with (
             torch.compiler.set_stance("force_eager"),
-            watch(self._model, self._sites, self._rows, self._generator, with_dw=full, with_amax=outputs) as seen,
+            watch(self._model, self._sites, self._rows, self._generator, with_dw=full, closely=closely) as seen,
         ):
             yield
         self._take(seen)
@@ -215,7 +215,7 @@ class Probe:
             for name, site in self._learning.items():
                 if seen.leaves_calls_out(name):
                     site.note(CALLS_LEFT_OUT)
-                rows = site.look(seen.trained_calls(name), seen.dw_NK.get(name))
+                rows = site.look(seen.trained_calls(name), seen.dw_NK.get(name), seen.dw_JI.get(name))
                 if rows is not None and self._dtypes[name] in BASELINES:
                     looked.append((site, rows))
             self._all_finite = Answer(_all_finite(seen))
@@ -285,8 +285,10 @@ class Probe:
 
 def _all_finite(seen: Watch) -> Tensor:
     """Whether no tensor holds NaN or infinity, asked for all of them at once."""
-    of_calls = [tensor for calls in seen.calls.values() for call in calls for tensor in (call.x_RK, call.x_amax, call.dy_RN)]
-    tensors = [tensor for tensor in [*of_calls, *seen.dw_NK.values()] if tensor is not None]
+    calls = [call for calls in seen.calls.values() for call in calls]
+    largest = [close.amax for call in calls for close in (call.x_close, call.dy_close) if close is not None]
+    rows = [rows for call in calls for rows in (call.x_RK, call.dy_RN) if rows is not None]
+    tensors = [*rows, *largest, *seen.dw_NK.values(), *seen.dw_JI.values()]
     return torch.nn.utils.get_total_norm(tensors, norm_type=1.0).isfinite()
 
 

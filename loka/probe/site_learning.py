@@ -4,6 +4,7 @@ Axes:  R rows taken of a step's calls,  K in_features,  N out_features.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from loka.core.statistics import Rule, Statistic
 from loka.nn.blocks import Block
 from loka.numerics.formats import format_of, is_format
 from loka.numerics.fprop_errors import some_outputs
+from loka.numerics.wgrad_errors import SomeRows, of_batch
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, is_due, observe
-from loka.probe.watch import Call, largest_magnitude
+from loka.probe.watch import Call, Close, largest_magnitude
 from loka.probe.weights import weight_learns, weight_of
 from loka.probe.wgrad_history import WgradHistory
 
@@ -45,14 +47,14 @@ class SiteLearning:
         return bool(self._statistics) and self._covariance is not Covariance.LOW_RANK
 
     @property
-    def wants_outputs(self) -> bool:
-        """Whether errors of outputs are due at the next sample; they may be at one that is the first with gradients."""
-        return not self._trains or is_due("fprop_errors", self._samples)
+    def looks_closely(self) -> bool:
+        """Whether errors of 8 bits are due at the next sample; at one that is the first with gradients they always are."""
+        return not self._trains or self._samples % self._wgrad_errors.every == 0
 
     def note(self, text: str) -> None:
         self._notes[text] = None
 
-    def look(self, calls: list[Call], dw_NK: Tensor | None) -> Rows | None:
+    def look(self, calls: list[Call], dw_NK: Tensor | None = None, dw_JI: Tensor | None = None) -> Rows | None:
         """Count the calls of a step, and take their rows, to be learned. No device is waited for."""
         if self._module.bias is not None:
             self._bias_norms.add(torch.linalg.vector_norm(self._module.bias.float()))
@@ -62,12 +64,12 @@ class SiteLearning:
             self._calls[call.m] = self._calls.get(call.m, 0) + call.is_first_backward
             self._needs_dx |= call.needs_dx
         x_RK = _joined([call.x_RK for call in calls])
-        amax_R1 = [call.x_amax.expand(len(call.x_RK), 1) for call in calls if call.x_amax is not None]
+        amax_R1 = [call.x_close.amax.expand(len(call.x_RK), 1) for call in calls if call.x_close is not None]
         x_amax_R1, weight = (_joined(amax_R1), self._some_of_weight()) if amax_R1 else (None, (None, None))
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
         dy_RN = _joined(gradients) if gradients else None
-        m = sum(call.m for call in calls)
-        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, None, x_amax_R1, *weight)
+        m, many = sum(call.m for call in calls), _many_rows(calls, dw_JI)
+        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, many, None, x_amax_R1, *weight)
 
     def finite(self, rows: Rows) -> Rows | None:
         """Those of the rows that hold no NaN or infinity; None without any."""
@@ -82,12 +84,14 @@ class SiteLearning:
         if x_amax_R1 is not None:
             x_amax_R1 = torch.where(x_amax_R1.isfinite(), x_amax_R1, x_RK.abs().amax())
         dw_NK = dw_NK if dw_NK is not None and dw_NK.isfinite().all() else None
-        return dataclasses.replace(rows, x_RK=x_RK, dy_RN=dy_RN, dw_NK=dw_NK, x_amax_R1=x_amax_R1)
+        many = rows.many if rows.many is not None and all(tensor.isfinite().all() for tensor in rows.many) else None
+        return dataclasses.replace(rows, x_RK=x_RK, dy_RN=dy_RN, dw_NK=dw_NK, many=many, x_amax_R1=x_amax_R1)
 
     def _some_of_weight(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Copies: the training goes on before they are looked at. Nothing of a weight that is made in every call, or packed."""
         weight_NK, shape = self._module._parameters.get("weight"), (self._module.out_features, self._module.in_features)
-        if weight_NK is None or weight_NK.shape != shape:
+        is_due_now = not self._trains or is_due("fprop_errors", self._samples)
+        if not is_due_now or weight_NK is None or weight_NK.shape != shape:
             return None, None
         return some_outputs(weight_NK.detach()), largest_magnitude(weight_NK.detach())
 
@@ -106,8 +110,8 @@ class SiteLearning:
         known, rows = self._statistics, dataclasses.replace(rows, reference_N=self._reference_N, sample=self._samples)
         self._statistics = absorb(known, rows, fade) if known else observe(rows)
         self._samples += 1
-        if weight_learns(self._module):
-            self._wgrad_errors.add(rows, fade)
+        if rows.many is not None and weight_learns(self._module):
+            self._wgrad_errors.add(rows.many, fade)
 
     def record(
         self, name: str, block: Block, producer: str | None, samples: int, more: dict[str, Statistic], notes: tuple[str, ...]
@@ -141,6 +145,19 @@ class SiteLearning:
             bias_N=None if module.bias is None else _copy(module.bias),
             statistics={key: _on_cpu(statistic) for key, statistic in {**self._statistics, **more}.items()},
         )
+
+
+def _many_rows(calls: list[Call], dw_JI: Tensor | None) -> SomeRows | None:
+    """Of all calls that were looked at closely and got a gradient, as if they were one."""
+    close = [(call.x_close, call.dy_close) for call in calls if call.x_close is not None and call.dy_close is not None]
+    if not close:
+        return None
+    x, dy = (_as_one(parts) for parts in zip(*close, strict=True))
+    return of_batch(x.values_SF, dy.values_SF, x.amax, dy.amax, dw_JI, sum(call.m for call in calls))
+
+
+def _as_one(parts: Sequence[Close]) -> Close:
+    return Close(_joined([part.values_SF for part in parts]), torch.stack([part.amax for part in parts]).amax())
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

@@ -1,10 +1,10 @@
 """Watching one step: hooks on every site that take some rows of x and, when the gradient arrives, the same rows of dy.
 
-Of tensors in whatever layout: to flatten one that lies transposed would copy all of it.
+Of tensors in whatever layout: to flatten one that lies transposed would copy all of it. The gradient of the weight comes along
+for nothing, and is made of all rows.
 
-The gradient of the weight comes along for nothing, and is made of all rows.
-
-Axes:  M rows of a call,  R rows taken of them,  K in_features,  N out_features.
+Axes:  M rows of a call,  R rows taken of them,  K in_features,  N out_features;
+       S more rows, of which only I features of the K are taken, and J of the N (F of either).
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,17 @@ from loka.nn.linear import has_rows
 from loka.nn.passing_hook import PassingHook
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Arguments
+from loka.numerics.wgrad_errors import MOST_ROWS, feature_stride, some_of_gradient
 
+STRETCH = 128  # rows that are looked at closely lie together, as many as share a scale in blocks
 _ORDERED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})  # those that ``aminmax`` takes
+
+
+class Close(NamedTuple):
+    """A tensor looked at closely: a few features of many rows, and the largest magnitude of all."""
+
+    values_SF: Tensor
+    amax: Tensor
 
 
 @dataclass
@@ -33,11 +42,12 @@ class Call:
 
     m: int
     x_RK: Tensor
-    x_amax: Tensor | None  # of all rows, where it was asked for
     dtype: torch.dtype  # of the output: what the GEMM ran in
     needs_dx: bool  # whether anything in front of it learns
     dy_RN: Tensor | None = None
     is_first_backward: bool = True  # through it, of several
+    x_close: Close | None = None
+    dy_close: Close | None = None
 
 
 @dataclass
@@ -51,11 +61,12 @@ class Run:
 
 @dataclass
 class Watch:
-    """What one step showed: the calls of every site in their order, the gradient of its weight, and the calls of the model, one
-    for each set of sites that such a call went through."""
+    """What one step showed: the calls of every site in their order, the gradient of its weight, whole or some of it, and the
+    calls of the model, one for each set of sites that such a call went through."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     dw_NK: dict[str, Tensor] = field(default_factory=dict)
+    dw_JI: dict[str, Tensor] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     running: Run | None = None
 
@@ -89,23 +100,27 @@ def watch(
     generator: torch.Generator,
     *,
     with_dw: Collection[str] = (),
-    with_amax: Collection[str] = (),
+    closely: Collection[str] = (),
 ) -> Iterator[Watch]:
     """Hooks on ``model`` while the block runs; behind it there are none.
 
-    Calls of equally many rows show the same rows. Of the sites of ``with_dw`` the gradient of the weight is asked for, of those
-    of ``with_amax`` the largest magnitude of x.
+    Calls of equally many rows show the same rows. Of the sites of ``with_dw`` the whole gradient of the weight is asked for;
+    those of ``closely`` are looked at so.
     """
     seen = Watch()
-    take = _taking(rows, generator)
+    take = _Take(rows, generator)
     handles = [
         model.register_forward_pre_hook(PassingHook(_begin_run(seen)), with_kwargs=True),
         model.register_forward_hook(PassingHook(_end_run(seen)), always_call=True),
     ]
-    hooks = {name: PassingHook(_site_hook(seen, name, take, with_amax=name in with_amax)) for name in sites}
+    hooks = {name: PassingHook(_site_hook(seen, name, take, closely=name in closely)) for name in sites}
     handles += [site.register_forward_hook(hooks[name], with_kwargs=True) for name, site in sites.items()]
-    weights = {name: weight for name, weight in _own_weights(model, sites).items() if name in with_dw}
-    handles += [weight.register_hook(_weight_hook(seen, name)) for name, weight in weights.items()]
+    weights = {name: weight for name, weight in _own_weights(model, sites).items() if name in with_dw or name in closely}
+    for name, weight in weights.items():
+        if name in with_dw:
+            handles.append(weight.register_hook(_weight_hook(seen.dw_NK, name, lambda dw_NK: dw_NK)))
+        if name in closely:
+            handles.append(weight.register_hook(_weight_hook(seen.dw_JI, name, some_of_gradient)))
     try:
         yield seen
     finally:
@@ -123,10 +138,10 @@ def _own_weights(model: nn.Module, sites: Mapping[str, nn.Linear]) -> dict[str, 
     return {name: weight for name, weight in weights.items() if weight.requires_grad and holders[id(weight)] == 1}
 
 
-def _weight_hook(seen: Watch, name: str) -> Any:
+def _weight_hook(sums: dict[str, Tensor], name: str, part: Callable[[Tensor], Tensor]) -> Any:
     def hook(dw_NK: Tensor) -> None:
-        so_far_NK = seen.dw_NK.get(name)
-        seen.dw_NK[name] = dw_NK.detach().float().clone() if so_far_NK is None else so_far_NK + dw_NK.detach()
+        of_dw = part(dw_NK.detach())
+        sums[name] = sums[name] + of_dw if name in sums else of_dw.float().clone()
 
     return hook
 
@@ -151,7 +166,7 @@ def _end_run(seen: Watch) -> Any:
     return hook
 
 
-def _site_hook(seen: Watch, name: str, take: Callable[[Tensor], Tensor], *, with_amax: bool) -> Any:
+def _site_hook(seen: Watch, name: str, take: "_Take", *, closely: bool) -> Any:
     def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         x = args[0] if args else kwargs.get("input")
         if not (_ends_in(x, module.in_features) and _ends_in(y, module.out_features)):
@@ -159,13 +174,14 @@ def _site_hook(seen: Watch, name: str, take: Callable[[Tensor], Tensor], *, with
         m = math.prod(x.shape[:-1])
         if not m or m != math.prod(y.shape[:-1]):
             return
-        x_amax = largest_magnitude(x.detach()) if with_amax else None
-        call = Call(m, take(x), x_amax, y.dtype, x.requires_grad)
+        call = Call(m, take.rows(x), y.dtype, x.requires_grad, x_close=take.closely(x) if closely else None)
         seen.calls.setdefault(name, []).append(call)
         if seen.running is not None:
             seen.running.called.add(name)
         if y.requires_grad:
-            y.register_hook(lambda dy: _note_gradient(seen.calls[name], call, take(dy)))
+            y.register_hook(
+                lambda dy: _note_gradient(seen.calls[name], call, take.rows(dy), take.closely(dy) if closely else None)
+            )
 
     return hook
 
@@ -183,32 +199,41 @@ def _ends_in(value: object, features: int) -> TypeGuard[Tensor]:
     return value.ndim > 0 and value.shape[-1] == features and features > 0
 
 
-def _note_gradient(calls: list[Call], call: Call, dy_RN: Tensor) -> None:
+def _note_gradient(calls: list[Call], call: Call, dy_RN: Tensor, dy_close: Close | None) -> None:
     """Of a second backward pass through the same call, as for a second task, another call with the same rows of x."""
     if call.dy_RN is None:
-        call.dy_RN = dy_RN
+        call.dy_RN, call.dy_close = dy_RN, dy_close
     else:
-        calls.append(replace(call, dy_RN=dy_RN, is_first_backward=False))
+        calls.append(replace(call, dy_RN=dy_RN, dy_close=dy_close, is_first_backward=False))
 
 
-def _taking(rows: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    """A function that copies some rows of a tensor, in FP32; of tensors of equally many rows the same."""
-    chosen = functools.cache(lambda m: choose_rows(m, rows, generator))
+class _Take:
+    """Copies of parts of tensors, in FP32; of tensors of equally many rows the same rows."""
 
-    @functools.cache
-    def places(shape: torch.Size) -> tuple[Tensor, ...]:
-        """An index along each axis but that of features. ``torch.unravel_index`` would wait for a GPU."""
-        rows_R, along = chosen(math.prod(shape)), []
-        for size in reversed(shape):
-            along.append(rows_R % size)
-            rows_R = rows_R // size
-        return tuple(reversed(along))
+    def __init__(self, rows: int, generator: torch.Generator) -> None:
+        few = functools.cache(lambda m: choose_rows(m, rows, generator))
+        many = functools.cache(lambda m: choose_stretches(m, generator))
+        self._few = functools.cache(lambda shape: _places(few(math.prod(shape)), shape))
+        self._many = functools.cache(lambda shape: _places(many(math.prod(shape)), shape))
 
-    def take(values: Tensor) -> Tensor:
+    def rows(self, values: Tensor) -> Tensor:
         values = torch.atleast_2d(values.detach())
-        return values[places(values.shape[:-1])].float()
+        return values[self._few(values.shape[:-1])].float()
 
-    return take
+    def closely(self, values: Tensor) -> Close:
+        values = torch.atleast_2d(values.detach())
+        places = [along_S[:, None] for along_S in self._many(values.shape[:-1])]
+        features_F = torch.arange(0, values.shape[-1], feature_stride(values.shape[-1]), device=values.device)
+        return Close(values[(*places, features_F)].float(), largest_magnitude(values))
+
+
+def _places(rows_R: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """Of rows, an index along each axis of ``shape``. ``torch.unravel_index`` would wait for a GPU."""
+    along = []
+    for size in reversed(shape):
+        along.append(rows_R % size)
+        rows_R = rows_R // size
+    return tuple(reversed(along))
 
 
 def choose_rows(m: int, rows: int, generator: torch.Generator) -> Tensor:
@@ -219,3 +244,12 @@ def choose_rows(m: int, rows: int, generator: torch.Generator) -> Tensor:
     edges = torch.arange(rows + 1, device=device) * m // rows
     chance_R = torch.rand(rows, generator=generator, device=device, dtype=torch.float64)
     return edges[:-1] + (chance_R * edges.diff()).long()
+
+
+def choose_stretches(m: int, generator: torch.Generator) -> Tensor:
+    """Indices of all rows, or of stretches at random places: rows of one example lie together, and depend on each other."""
+    device = generator.device
+    if m <= MOST_ROWS:
+        return torch.arange(m, device=device)
+    first_S1 = STRETCH * choose_rows(m // STRETCH, MOST_ROWS // STRETCH, generator)[:, None]
+    return (first_S1 + torch.arange(STRETCH, device=device)).flatten()

@@ -3,34 +3,36 @@
 import torch
 
 from loka.core.moments import State
-from loka.numerics.wgrad_errors import SomeRows, some_rows, wgrad_errors
-from loka.probe.statistics.contract import SLOWER, Rows
+from loka.numerics.wgrad_errors import SomeRows, wgrad_errors
+from loka.probe.statistics.contract import SLOWER
 
-TOGETHER = 16  # samples that are looked at in one go: on a GPU that takes hardly longer than one
+VALUES = 2**14  # of x, or of dy, that are looked at in a sample on average: few batches by many rows say more than many by few
+LEAST_OFTEN = 8  # one in so many samples is looked at
+TOGETHER = 16  # samples whose batches are looked at in one go: on a GPU that takes hardly longer than one
 
 
 class WgradHistory:
-    """Sums over samples; the newest wait, a few features of their rows, until there are enough to be looked at together."""
+    """Sums over batches; the newest wait, a few features of their rows, until there are enough to be looked at together."""
 
     def __init__(self) -> None:
         self._waiting: list[SomeRows] = []
         self._sums: State = {}
         self._fade = 1.0
+        self.every = 1  # one in so many samples is to be added
 
-    def add(self, rows: Rows, fade: float) -> None:
-        if rows.dy_RN is None:
-            return
-        some = some_rows(rows.x_RK, rows.dy_RN, rows.dw_NK, rows.m)
+    def add(self, some: SomeRows, fade: float) -> None:
+        """``fade`` is what a sample fades by from one to the next."""
         if self._waiting and self._waiting[0].x_RI.shape != some.x_RI.shape:
             self._look()
-        self._fade = fade**SLOWER
+        self.every = _how_often(max(some.x_RI.numel(), some.dy_RJ.numel()))
+        self._fade = fade ** (SLOWER * self.every)
         self._waiting.append(some)
-        if len(self._waiting) == TOGETHER:
+        if len(self._waiting) * self.every >= TOGETHER:
             self._look()
 
     def state(self) -> State:
-        """Sums over all samples, empty where there were none: of ``WgradErrors``, of the rows of batches, of how many times as
-        many they are as were looked at, and of the samples."""
+        """Sums over all batches, empty where there were none: of ``WgradErrors``, of their rows, of how many times as many they
+        are as were looked at, and of the batches."""
         if self._waiting:
             self._look()
         return self._sums
@@ -52,3 +54,9 @@ class WgradHistory:
         faded = self._fade**count
         self._sums = {name: value + faded * self._sums[name] for name, value in new.items()} if self._sums else new
         self._waiting = []
+
+
+def _how_often(values: int) -> int:
+    """A power of two, so that it divides LEAST_OFTEN."""
+    times = -(-values // VALUES)
+    return min(LEAST_OFTEN, 1 << (times - 1).bit_length())

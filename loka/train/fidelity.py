@@ -56,14 +56,21 @@ class SiteFidelity:
     predicted: dict[str, Errors]
 
 
-def study(model: nn.Module, batches: Iterator[Any], loss: Callable[[Any], Tensor], n_batches: int) -> dict[str, SiteFidelity]:
+def study(
+    model: nn.Module,
+    batches: Iterator[Any],
+    loss: Callable[[Any], Tensor],
+    n_batches: int,
+    some_rows: int | None = None,
+) -> dict[str, SiteFidelity]:
     """The fidelity at every linear layer of ``model``, heads excepted: they stay in high precision whatever their error.
 
-    The model stands still. Of ``n_batches`` every second is the Probe's, and the others are held out, in two halves.
+    The model stands still. Of ``n_batches`` every second is the Probe's, and the others are held out, in two halves. The Probe
+    takes all rows and forgets none, or ``some_rows`` of a batch, and forgets older ones, as it does when a model trains.
     """
     sites = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     rows = {name: SiteRows(site.weight.detach().clone()) for name, site in sites.items()}
-    probe = Probe(model, every=1, rows=2**30, half_life=None)
+    probe = Probe(model, every=1, rows=some_rows) if some_rows else Probe(model, every=1, rows=2**30, half_life=None)
     for index, batch in enumerate(islice(batches, n_batches)):
         with watch(model, sites, 2**30, torch.Generator()) as seen:
             if index % 2:
@@ -82,7 +89,9 @@ def study(model: nn.Module, batches: Iterator[Any], loss: Callable[[Any], Tensor
     }
 
 
-def study_planted(planted: Callable[[torch.Generator], Rows], weight_NK: Tensor, n_batches: int) -> SiteFidelity:
+def study_planted(
+    planted: Callable[[torch.Generator], Rows], weight_NK: Tensor, n_batches: int, some_rows: int | None = None
+) -> SiteFidelity:
     """The fidelity at a linear layer that sees the x and gets exactly the dy that ``planted`` makes."""
     n, k = weight_NK.shape
     site = nn.Linear(k, n, bias=False)
@@ -97,7 +106,7 @@ def study_planted(planted: Callable[[torch.Generator], Rows], weight_NK: Tensor,
         handle.remove()
         return (outputs[0] * rows[1]).sum()
 
-    return study(model, iter(lambda: planted(generator), None), loss, n_batches)["0"]
+    return study(model, iter(lambda: planted(generator), None), loss, n_batches, some_rows)["0"]
 
 
 def fidelity_of(rows: SiteRows, site: SiteRecord) -> SiteFidelity:

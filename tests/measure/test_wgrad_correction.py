@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -33,11 +34,14 @@ def pairs_that_cancel(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def probed(
     steps: int = 24,
+    *,
     rows: int = 256,
+    closely: int = M,
     of: Callable[..., tuple[Tensor, Tensor]] = pairs_that_cancel,
     shared: bool = False,
 ) -> SiteRecord:
-    """``shared``: with another layer, so that the gradient of the weight is not seen."""
+    """Of so many ``rows`` of a batch, and some features of ``closely`` as many. ``shared``: with another layer, so that the
+    gradient of the weight is not seen."""
     torch.manual_seed(0)
     model, generator = nn.Sequential(nn.Linear(K, N, bias=False), nn.Linear(N, 1)), torch.Generator().manual_seed(0)
     if shared:
@@ -45,7 +49,7 @@ def probed(
     probe = loka.Probe(model, every=1, rows=rows, half_life=None)
     for _ in range(steps):
         x_MK, dy_MN = of(generator)
-        with probe.step():
+        with mock.patch.multiple("loka.probe.watch", MOST_ROWS=closely, STRETCH=4), probe.step():
             y_MN = model[0](x_MK)
             model[1](y_MN.detach()).sum().backward()
             y_MN.backward(dy_MN)
@@ -60,8 +64,10 @@ def true_error(site: SiteRecord, kernel: str, metric: str) -> float:
 
 @pytest.mark.parametrize("metric", ["mere_floored", "relative_rms"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_rows_that_are_drawn_one_by_one_miss_is_made_up_for(kernel: str, metric: str) -> None:
-    site, option = probed(), Option(kernel, Role.WGRAD)
+@pytest.mark.parametrize("rows", [M, M // 8])
+def test_what_rows_that_are_drawn_one_by_one_miss_is_made_up_for(kernel: str, metric: str, rows: int) -> None:
+    """However few of them are seen whole: how all cancel shows in a few features."""
+    site, option = probed(rows=rows), Option(kernel, Role.WGRAD)
     true = true_error(site, kernel, metric)
     told = measure_errors(site, [option], Format.FP32, CPU)[option]
     assert told.estimates()[metric].mean == pytest.approx(true, rel=0.12)
@@ -133,7 +139,7 @@ def on_one_side(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def test_some_rows_of_a_batch_whose_gradient_is_not_seen_are_compared_with_as_many() -> None:
-    site, option = probed(24, rows=M // 8, of=on_one_side, shared=True), Option(KERNELS[0], Role.WGRAD)
+    site, option = probed(24, closely=M // 8, of=on_one_side, shared=True), Option(KERNELS[0], Role.WGRAD)
     assert float(site.statistics["wgrad_errors"].tensors["rows"]) == 24 * (M // 8)
     factors = measure_errors(site, [option], Format.FP32, CPU)[option].factors
     assert factors.of_rms == pytest.approx(1.0, abs=0.15)
@@ -143,7 +149,7 @@ def test_some_rows_of_a_batch_whose_gradient_is_not_seen_are_compared_with_as_ma
 @pytest.mark.parametrize("rows", [chance, the_same_in_all_rows])
 def test_of_a_quarter_of_the_rows_the_error_is_that_of_all(rows: Callable[[torch.Generator], tuple[Tensor, Tensor]]) -> None:
     """Errors by chance grow with the root of the number of rows, and dw too; those that are alike with it, and dw too."""
-    site = probed(24, rows=M // 4, of=rows)
+    site = probed(24, closely=M // 4, of=rows)
     generator, option = torch.Generator().manual_seed(1), Option(KERNELS[0], Role.WGRAD)
     batches = [SiteParts(SiteTensors(*rows(generator), [site.weight_NK])) for _ in range(50)]
     reports = [parts.error(option) for parts in batches]

@@ -14,7 +14,7 @@ from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
 from loka.numerics.metrics import mere_floored
 from loka.numerics.scaling import STATIC_SCALE, dequantize, quantize
-from loka.numerics.wgrad_errors import MOST_FEATURES, RECIPES, some_rows, wgrad_errors
+from loka.numerics.wgrad_errors import MOST_FEATURES, RECIPES, of_batch, some_rows, wgrad_errors
 
 
 def cast_transposed(values_RF: Tensor, format: Format, scaling: Scaling) -> Tensor:
@@ -76,7 +76,8 @@ def test_some_rows_of_a_batch_are_held_to_the_gradient_of_all() -> None:
     x_RK, dy_RN = torch.randn(32, 6), torch.randn(32, 3)
     x_MK, dy_MN = x_RK.repeat(4, 1), dy_RN.repeat(4, 1)
     of_all = wgrad_errors([some_rows(x_MK, dy_MN)])
-    of_some = wgrad_errors([some_rows(x_RK, dy_RN, dy_MN.t() @ x_MK, 128)])
+    some = some_rows(x_RK, dy_RN)
+    of_some = wgrad_errors([of_batch(*some[:4], dy_MN.t() @ x_MK, 128)])
     torch.testing.assert_close(2 * of_some.floored_WB, of_all.floored_WB, rtol=1e-4, atol=0.0)
     torch.testing.assert_close(of_some.size_B, of_all.size_B, rtol=1e-5, atol=0.0)
     torch.testing.assert_close(4 * of_some.squares_WB, of_all.squares_WB, rtol=1e-4, atol=0.0)

@@ -8,7 +8,7 @@ import loka
 from loka.core.moments import Covariance
 from loka.numerics.fprop_errors import fprop_errors
 from loka.probe.site_learning import SiteLearning
-from loka.probe.watch import Call, largest_magnitude, watch
+from loka.probe.watch import Call, Close, largest_magnitude, watch
 
 
 def test_errors_of_outputs_are_looked_at_every_eighth_sample_and_fade_slowly() -> None:
@@ -73,8 +73,8 @@ def test_a_row_has_the_largest_value_of_its_call() -> None:
     """Of which a few rows alone are taken; where it is no number, of those that were taken, and only there."""
     learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)
     for values, expected in (([5.0, 7.0], [5.0, 5.0, 7.0, 7.0]), ([5.0, torch.inf], [5.0, 5.0, 1.0, 1.0])):
-        calls = [Call(8, torch.ones(2, 4), torch.tensor(value), torch.float32, needs_dx=False) for value in values]
-        looked = learning.look(calls, None)
+        close = [Close(torch.ones(2, 4), torch.tensor(value)) for value in values]
+        looked = learning.look([Call(8, torch.ones(2, 4), torch.float32, needs_dx=False, x_close=one) for one in close])
         assert looked is not None
         rows = learning.finite(looked)
         assert rows is not None
@@ -84,9 +84,9 @@ def test_a_row_has_the_largest_value_of_its_call() -> None:
     x_MK = torch.zeros(64, 4)
     x_MK[13, 2] = -9.0
     for asked, expected in ([""], [9.0]), ([], [None]):
-        with watch(model, {"": model}, 1, torch.Generator(), with_amax=asked) as seen:
+        with watch(model, {"": model}, 1, torch.Generator(), closely=asked) as seen:
             model(x_MK)
-        assert [call.x_amax for call in seen.calls[""]] == expected
+        assert [call.x_close and call.x_close.amax for call in seen.calls[""]] == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool, torch.uint8])
@@ -99,8 +99,8 @@ def test_a_weight_of_another_layout_is_not_looked_at() -> None:
     """As a subclass may hold it, packed or transposed."""
     module = nn.Linear(4, 3)
     module.weight = nn.Parameter(torch.randn(4, 3))
-    rows = SiteLearning(module, Covariance.FULL).look(
-        [Call(2, torch.ones(2, 4), torch.tensor(1.0), torch.float32, needs_dx=False)], None
-    )
+    close = Close(torch.ones(2, 4), torch.tensor(1.0))
+    call = Call(2, torch.ones(2, 4), torch.float32, needs_dx=False, x_close=close)
+    rows = SiteLearning(module, Covariance.FULL).look([call])
     assert rows is not None
     assert rows.weight_JK is None

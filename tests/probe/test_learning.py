@@ -18,7 +18,7 @@ from loka.core.gemm import Role
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
 from loka.core.record import Record
-from loka.probe.budget import plan_memory
+from loka.probe.budget import WIDEST, plan_memory
 from loka.probe.history import LONGEST, History
 from loka.probe.site_learning import SiteLearning
 from loka.probe.statistics.binades import BINADES, LOWEST, counts_by_binade
@@ -308,6 +308,11 @@ def test_the_largest_sites_fall_back_first() -> None:
         loka.Probe(model, memory_budget=1000)
 
 
+def test_of_the_widest_sites_no_budget_keeps_all() -> None:
+    sites = {"narrow": nn.Linear(WIDEST - 2, 1), "wide": nn.Linear(WIDEST - 1, 1)}
+    assert plan_memory(sites, 2**40).forms == {"narrow": Covariance.FULL, "wide": Covariance.BLOCKS}
+
+
 def test_values_are_counted_by_binade() -> None:
     values = torch.tensor([[0.0, 1.0, 1.99, -2.0, 2.0**-60, 2.0**60, 0.75]])
     counts = counts_by_binade(values).tolist()
@@ -367,7 +372,7 @@ def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> N
     dw_NK = torch.ones(3, 4)
     dw_NK[1, 2] = value
     x_MK = torch.randn(8, 4)
-    call = Call(8, x_MK, x_MK.abs().amax(), torch.float32, needs_dx=True, dy_RN=torch.randn(8, 3))
+    call = Call(8, x_MK, torch.float32, needs_dx=True, dy_RN=torch.randn(8, 3))
     looked = learning.look([call], dw_NK)
     assert looked is not None
     rows = learning.finite(looked)

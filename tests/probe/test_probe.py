@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.record import Record
-from loka.probe.watch import choose_rows, watch
+from loka.numerics.wgrad_errors import MOST_FEATURES
+from loka.probe.watch import choose_rows, choose_stretches, watch
 
 
 def test_the_gradient_of_a_shared_or_a_frozen_weight_is_nobodys() -> None:
@@ -407,23 +409,43 @@ def test_neighbours_are_recorded() -> None:
 
 @given(shape=st.lists(st.integers(1, 6), min_size=0, max_size=3), is_transposed=st.booleans())
 def test_rows_are_taken_of_any_shape_and_layout(shape: list[int], is_transposed: bool) -> None:
-    """The same of x and dy, as if both were flat, and copies: nothing that the model does to them later shows."""
+    """The same of x and dy, as if both were flat, and copies: nothing that the model does to them later shows. Closely, in
+    stretches of four."""
     sites = {"": nn.Linear(5, 3)}
     x = torch.randn(*shape, 5)
     if is_transposed and len(shape) > 1:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     dy = torch.randn(*shape, 3)
-    with watch(sites[""], sites, 4, torch.Generator().manual_seed(1), with_amax=[""]) as seen:
-        sites[""](x).backward(dy)
+    m, seed = math.prod(shape), torch.Generator().manual_seed(1)
+    with mock.patch.multiple("loka.probe.watch", MOST_ROWS=8, STRETCH=4):
+        with watch(sites[""], sites, 4, torch.Generator().manual_seed(1), closely=[""]) as seen:
+            sites[""](x).backward(dy)
+        chosen_R, stretches_S = choose_rows(m, 4, seed), choose_stretches(m, seed)
     (call,) = seen.calls[""]
-    chosen_R = choose_rows(math.prod(shape), 4, torch.Generator().manual_seed(1))
-    expected_RK, expected_RN = x.reshape(-1, 5)[chosen_R], dy.reshape(-1, 3)[chosen_R]
-    assert call.x_amax == x.abs().max()
+    assert stretches_S.tolist() == list(range(m)) if m <= 8 else (stretches_S.view(2, 4).diff(dim=1) == 1).all()
+    flat_MK, flat_MN = x.clone().reshape(-1, 5), dy.clone().reshape(-1, 3)
     x.zero_()
     dy.zero_()
-    assert torch.equal(call.x_RK, expected_RK)
-    assert call.dy_RN is not None
-    assert torch.equal(call.dy_RN, expected_RN)
+    for rows, close, flat in (call.x_RK, call.x_close, flat_MK), (call.dy_RN, call.dy_close, flat_MN):
+        assert rows is not None
+        assert close is not None
+        assert torch.equal(rows, flat[chosen_R])
+        assert torch.equal(close.values_SF, flat[stretches_S])
+        assert close.amax == flat.abs().max()
+
+
+def test_a_wide_layer_is_looked_at_closely_by_some_features() -> None:
+    """The same of the gradient of its weight, over two backward passes."""
+    site, x_MK = nn.Linear(3 * MOST_FEATURES, MOST_FEATURES + 1), torch.randn(7, 3 * MOST_FEATURES)
+    with watch(site, {"": site}, 4, torch.Generator(), closely=[""]) as seen:
+        for _ in range(2):
+            site(x_MK).square().sum().backward()
+    call, _ = seen.calls[""]
+    assert call.x_close is not None
+    assert torch.equal(call.x_close.values_SF, x_MK[:, ::3])
+    assert site.weight.grad is not None
+    torch.testing.assert_close(seen.dw_JI[""], site.weight.grad[::2, ::3])
+    assert not seen.dw_NK
 
 
 @given(m=st.integers(1, 5000), rows=st.integers(1, 300), seed=st.integers(0, 99))

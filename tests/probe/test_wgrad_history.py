@@ -5,26 +5,25 @@ import torch
 from probed import probe_steps
 from torch import Tensor, nn
 
-from loka.core.moments import Covariance
-from loka.numerics.wgrad_errors import RECIPES, some_rows, wgrad_errors
-from loka.probe.statistics.contract import SLOWER, Rows
+from loka.numerics.wgrad_errors import RECIPES, SomeRows, of_batch, some_rows, wgrad_errors
+from loka.probe.statistics.contract import SLOWER
 from loka.probe.wgrad_history import TOGETHER, WgradHistory
 
 
-def rows_of(rows: int, *, size: float = 1.0) -> Rows:
+def rows_of(rows: int, *, size: float = 1.0) -> SomeRows:
     """Of a batch of three times as many."""
     x_MK, dy_MN = torch.randn(3 * rows, 6), size * torch.randn(3 * rows, 4)
-    return Rows(x_MK[:rows], dy_MN[:rows], Covariance.FULL, 3 * rows, dw_NK=dy_MN.t() @ x_MK)
+    return of_batch(x_MK[:rows], dy_MN[:rows], x_MK.abs().amax(), dy_MN.abs().amax(), dy_MN.t() @ x_MK, 3 * rows)
 
 
-def sums_of(samples: list[Rows], fade: float = 1.0) -> dict[str, Tensor]:
+def sums_of(samples: list[SomeRows], fade: float = 1.0) -> dict[str, Tensor]:
     """One by one, the oldest first."""
     sums = dict.fromkeys(
         ("floored_W", "squares_W", "alike_W", "size", "rows", "times", "count"), torch.zeros((), dtype=torch.float64)
     )
     for sample in samples:
-        errors = wgrad_errors([some_rows(sample.x_RK, sample.dy_RN, sample.dw_NK, sample.m)])
-        new = (*(tensor[..., 0] for tensor in errors), float(sample.m), 3.0, 1.0)
+        errors = wgrad_errors([sample])
+        new = (*(tensor[..., 0] for tensor in errors), 3.0 * len(sample.x_RI), 3.0, 1.0)
         sums = {name: fade * old + value for (name, old), value in zip(sums.items(), new, strict=True)}
     return sums
 
@@ -43,9 +42,19 @@ def test_sums_are_those_of_samples_one_by_one(sizes: list[int]) -> None:
         torch.testing.assert_close(state, expected, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize(("rows", "every"), [(1, 1), (256, 1), (257, 2), (1024, 4), (2048, 8)])
+def test_the_more_rows_the_more_rarely(rows: int, every: int) -> None:
+    """And what comes more rarely fades by all the samples in between."""
+    history, batch = WgradHistory(), some_rows(torch.randn(rows, 64), torch.randn(rows, 3))
+    history.add(batch, 0.5)
+    assert history.every == every
+    history.add(batch, 0.5)
+    assert float(history.state()["count"]) == pytest.approx(1 + 0.5 ** (SLOWER * every))
+
+
 def test_samples_without_gradients_count_for_nothing() -> None:
     history, one = WgradHistory(), rows_of(5)
-    for sample in (one, rows_of(5, size=0.0), Rows(torch.randn(5, 6), None, Covariance.FULL, 5)):
+    for sample in (one, rows_of(5, size=0.0)):
         history.add(sample, 1.0)
     torch.testing.assert_close(history.state(), sums_of([one]), rtol=1e-6, atol=0.0)
     assert WgradHistory().state() == {}

@@ -12,6 +12,7 @@ from loka.core.gradient_rows import split_rows
 from loka.core.moments import Covariance, State
 from loka.core.registry import Registry
 from loka.core.statistics import Rule, Statistic
+from loka.numerics.wgrad_errors import SomeRows
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Rows:
     covariance: Covariance
     m: int  # rows of all calls together,
     dw_NK: Tensor | None = None  # and Σ dyᵀx over them, the gradient of the weight; None where it is not this site's alone
+    many: SomeRows | None = None  # more rows, by a few features
     reference_N: Tensor | None = None  # by which dy is split, see loka.core.gradient_rows
     x_amax_R1: Tensor | None = None  # the largest magnitude of x in the call that a row is of
     weight_JK: Tensor | None = None  # some outputs' rows of the weight behind the step; None where every call makes it anew
@@ -32,7 +34,7 @@ class Rows:
     def tensors(self) -> list[Tensor]:
         """Those that are held."""
         held = (self.x_RK, self.dy_RN, self.dw_NK, self.reference_N, self.x_amax_R1, self.weight_JK, self.w_amax)
-        return [tensor for tensor in held if tensor is not None]
+        return [tensor for tensor in (*held, *(self.many or ())) if tensor is not None]
 
     @cached_property
     def joint_RD(self) -> Tensor:
