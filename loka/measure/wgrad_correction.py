@@ -39,7 +39,8 @@ class WgradCorrection:
             return Factors()
         index, seen = RECIPES.index(as_full), self._seen
         count, squares = float(seen["count"]), float(seen["squares_W"][index])
-        grown = _grown(float(seen["alike_W"][index]) / squares if squares > 0 else 0.0, float(seen["times"]) / count, count)
+        times = float(seen["times"]) / count
+        grown = _grown(float(seen["alike_W"][index]) / squares if squares > 0 else 0.0, times, count)
         of_values = ratio(
             math.sqrt(grown) * float(seen["floored_W"][index]) / count, _mean([errors.floored_WB[index] for errors in drawn])
         )
@@ -47,7 +48,7 @@ class WgradCorrection:
             grown * squares * _mean([errors.size_B for errors in drawn]),
             float(seen["size"]) * _mean([errors.squares_WB[index] for errors in drawn]),
         )
-        deviation = OF_A_BATCH / math.sqrt(count)
+        deviation = math.hypot(OF_A_BATCH / math.sqrt(count), _of_the_rest(times, count))
         return Factors(trusted(of_values, deviation), trusted(math.sqrt(of_squares), deviation))
 
 
@@ -56,6 +57,12 @@ def _grown(alike: float, times: float, batches: float) -> float:
     in all rows, a share of it, grows with their square; only as much is taken for that as cannot be chance itself."""
     alike = min(1.0, max(0.0, alike - ALIKE_BY_CHANCE / math.sqrt(batches)))
     return 1 - alike + alike * times
+
+
+def _of_the_rest(times: float, batches: float) -> float:
+    """The deviation of the logarithm of an error that was measured on one row in ``times``: by what of it may be alike in all
+    rows and not be seen, see ``_grown``, an error would be larger, and that is two deviations."""
+    return math.log1p(min(1.0, ALIKE_BY_CHANCE / math.sqrt(batches)) * max(0.0, times - 1)) / 4
 
 
 def _mean(values: list[torch.Tensor]) -> float:

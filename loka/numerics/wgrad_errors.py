@@ -22,7 +22,8 @@ from loka.numerics.formats import info
 from loka.numerics.metrics import FLOOR
 from loka.numerics.scaling import STATIC_SCALE
 
-MOST_FEATURES = 64  # of x and of dy
+MOST_FEATURES, FEWEST_FEATURES = 64, 32  # of x and of dy
+VALUES = 2**14  # of either; where there are rows enough, so many at FEWEST_FEATURES and more
 MOST_ROWS = 2048
 _BLOCK = 128
 
@@ -63,8 +64,8 @@ class WgradErrors(NamedTuple):
 
 def some_rows(x_RK: Tensor, dy_RN: Tensor) -> SomeRows:
     """Evenly spaced features of rows that are a batch."""
-    x_RK, dy_RN = x_RK[:MOST_ROWS], dy_RN[:MOST_ROWS]
-    x_RI, dy_RJ = (values[:, :: feature_stride(values.shape[1])].contiguous() for values in (x_RK, dy_RN))
+    most = features_looked_at(len(x_RK))
+    x_RI, dy_RJ = (values[:, :: feature_stride(values.shape[1], most)].contiguous() for values in (x_RK, dy_RN))
     return of_batch(x_RI, dy_RJ, x_RK.abs().amax(), dy_RN.abs().amax(), None, len(x_RK))
 
 
@@ -74,15 +75,20 @@ def of_batch(x_RI: Tensor, dy_RJ: Tensor, x_amax: Tensor, dy_amax: Tensor, dw_JI
     return SomeRows(x_RI, dy_RJ, x_amax, dy_amax, dy_RJ.mT @ x_RI if dw_JI is None else dw_JI, times)
 
 
-def some_of_gradient(dw_NK: Tensor) -> Tensor:
-    """Where the features and outputs that are looked at meet; a view."""
+def some_of_gradient(dw_NK: Tensor, most: int) -> Tensor:
+    """Where the features and outputs that are looked at meet, at ``most`` so many; a view."""
     outputs, features = dw_NK.shape
-    return dw_NK[:: feature_stride(outputs), :: feature_stride(features)]
+    return dw_NK[:: feature_stride(outputs, most), :: feature_stride(features, most)]
 
 
-def feature_stride(features: int) -> int:
+def features_looked_at(rows: int) -> int:
+    """At most, of so many rows: rows tell more than features, and of both together there are only so many values to look at."""
+    return min(MOST_FEATURES, max(FEWEST_FEATURES, VALUES // max(1, rows)))
+
+
+def feature_stride(features: int, most: int) -> int:
     """One in so many is looked at."""
-    return max(1, -(-features // MOST_FEATURES))
+    return max(1, -(-features // most))
 
 
 def wgrad_errors(batches: Sequence[SomeRows]) -> WgradErrors:

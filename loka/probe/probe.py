@@ -126,7 +126,7 @@ class Probe:
             raise InvalidInput(f"the model moved from {self._device} to {device}: make the Probe behind model.to(…)")
         self._require_same_sites()
         full = [name for name, form in self.memory.forms.items() if form is Covariance.FULL]
-        closely = [name for name, site in self._learning.items() if site.looks_closely]
+        closely = {name: features for name, site in self._learning.items() if (features := site.features_to_look_at)}
         with (
             torch.compiler.set_stance("force_eager"),
             watch(self._model, self._sites, self._rows, self._generator, with_dw=full, closely=closely) as seen,

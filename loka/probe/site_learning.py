@@ -47,9 +47,11 @@ class SiteLearning:
         return bool(self._statistics) and self._covariance is not Covariance.LOW_RANK
 
     @property
-    def looks_closely(self) -> bool:
-        """Whether errors of 8 bits are due at the next sample; at one that is the first with gradients they always are."""
-        return not self._trains or self._samples % self._wgrad_errors.every == 0
+    def features_to_look_at(self) -> int:
+        """How many, at most, where errors of 8 bits are due at the next sample, and else 0; at one that is the first with
+        gradients they always are."""
+        is_due = not self._trains or self._samples % self._wgrad_errors.every == 0
+        return self._wgrad_errors.features if is_due else 0
 
     def note(self, text: str) -> None:
         self._notes[text] = None

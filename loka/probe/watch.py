@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -100,12 +101,12 @@ def watch(
     generator: torch.Generator,
     *,
     with_dw: Collection[str] = (),
-    closely: Collection[str] = (),
+    closely: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Watch]:
     """Hooks on ``model`` while the block runs; behind it there are none.
 
     Calls of equally many rows show the same rows. Of the sites of ``with_dw`` the whole gradient of the weight is asked for;
-    those of ``closely`` are looked at so.
+    those of ``closely`` are looked at so, by at most as many features.
     """
     seen = Watch()
     take = _Take(rows, generator)
@@ -113,14 +114,15 @@ def watch(
         model.register_forward_pre_hook(PassingHook(_begin_run(seen)), with_kwargs=True),
         model.register_forward_hook(PassingHook(_end_run(seen)), always_call=True),
     ]
-    hooks = {name: PassingHook(_site_hook(seen, name, take, closely=name in closely)) for name in sites}
+    hooks = {name: PassingHook(_site_hook(seen, name, take, closely.get(name, 0))) for name in sites}
     handles += [site.register_forward_hook(hooks[name], with_kwargs=True) for name, site in sites.items()]
     weights = {name: weight for name, weight in _own_weights(model, sites).items() if name in with_dw or name in closely}
     for name, weight in weights.items():
         if name in with_dw:
             handles.append(weight.register_hook(_weight_hook(seen.dw_NK, name, lambda dw_NK: dw_NK)))
         if name in closely:
-            handles.append(weight.register_hook(_weight_hook(seen.dw_JI, name, some_of_gradient)))
+            some = functools.partial(some_of_gradient, most=closely[name])
+            handles.append(weight.register_hook(_weight_hook(seen.dw_JI, name, some)))
     try:
         yield seen
     finally:
@@ -166,7 +168,9 @@ def _end_run(seen: Watch) -> Any:
     return hook
 
 
-def _site_hook(seen: Watch, name: str, take: "_Take", *, closely: bool) -> Any:
+def _site_hook(seen: Watch, name: str, take: "_Take", features: int) -> Any:
+    """``features`` that are looked at closely, at most; 0 where it is not."""
+
     def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         x = args[0] if args else kwargs.get("input")
         if not (_ends_in(x, module.in_features) and _ends_in(y, module.out_features)):
@@ -174,14 +178,12 @@ def _site_hook(seen: Watch, name: str, take: "_Take", *, closely: bool) -> Any:
         m = math.prod(x.shape[:-1])
         if not m or m != math.prod(y.shape[:-1]):
             return
-        call = Call(m, take.rows(x), y.dtype, x.requires_grad, x_close=take.closely(x) if closely else None)
+        call = Call(m, take.rows(x), y.dtype, x.requires_grad, x_close=take.closely(x, features))
         seen.calls.setdefault(name, []).append(call)
         if seen.running is not None:
             seen.running.called.add(name)
         if y.requires_grad:
-            y.register_hook(
-                lambda dy: _note_gradient(seen.calls[name], call, take.rows(dy), take.closely(dy) if closely else None)
-            )
+            y.register_hook(lambda dy: _note_gradient(seen.calls[name], call, take.rows(dy), take.closely(dy, features)))
 
     return hook
 
@@ -220,11 +222,13 @@ class _Take:
         values = torch.atleast_2d(values.detach())
         return values[self._few(values.shape[:-1])].float()
 
-    def closely(self, values: Tensor) -> Close:
+    def closely(self, values: Tensor, features: int) -> Close | None:
+        if not features:
+            return None
         values = torch.atleast_2d(values.detach())
         places = [along_S[:, None] for along_S in self._many(values.shape[:-1])]
-        features_F = torch.arange(0, values.shape[-1], feature_stride(values.shape[-1]), device=values.device)
-        return Close(values[(*places, features_F)].float(), largest_magnitude(values))
+        chosen_F = torch.arange(0, values.shape[-1], feature_stride(values.shape[-1], features), device=values.device)
+        return Close(values[(*places, chosen_F)].float(), largest_magnitude(values))
 
 
 def _places(rows_R: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:

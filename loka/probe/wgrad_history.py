@@ -3,10 +3,9 @@
 import torch
 
 from loka.core.moments import State
-from loka.numerics.wgrad_errors import SomeRows, wgrad_errors
+from loka.numerics.wgrad_errors import MOST_FEATURES, VALUES, SomeRows, features_looked_at, wgrad_errors
 from loka.probe.statistics.contract import SLOWER
 
-VALUES = 2**14  # of x, or of dy, that are looked at in a sample on average: few batches by many rows say more than many by few
 LEAST_OFTEN = 8  # one in so many samples is looked at
 TOGETHER = 16  # samples whose batches are looked at in one go: on a GPU that takes hardly longer than one
 
@@ -18,13 +17,15 @@ class WgradHistory:
         self._waiting: list[SomeRows] = []
         self._sums: State = {}
         self._fade = 1.0
-        self.every = 1  # one in so many samples is to be added
+        self.every = 1  # one in so many samples is to be added,
+        self.features = MOST_FEATURES  # of its x and dy so many
 
     def add(self, some: SomeRows, fade: float) -> None:
         """``fade`` is what a sample fades by from one to the next."""
-        if self._waiting and self._waiting[0].x_RI.shape != some.x_RI.shape:
+        if self._waiting and _shapes(self._waiting[0]) != _shapes(some):
             self._look()
-        self.every = _how_often(max(some.x_RI.numel(), some.dy_RJ.numel()))
+        self.features = features_looked_at(len(some.x_RI))
+        self.every = _how_often(len(some.x_RI) * min(self.features, max(some.x_RI.shape[1], some.dy_RJ.shape[1])))
         self._fade = fade ** (SLOWER * self.every)
         self._waiting.append(some)
         if len(self._waiting) * self.every >= TOGETHER:
@@ -56,7 +57,11 @@ class WgradHistory:
         self._waiting = []
 
 
+def _shapes(some: SomeRows) -> list[torch.Size]:
+    return [part.shape for part in some]
+
+
 def _how_often(values: int) -> int:
-    """A power of two, so that it divides LEAST_OFTEN."""
+    """So that VALUES are looked at in a sample on average; a power of two, so that it divides LEAST_OFTEN."""
     times = -(-values // VALUES)
     return min(LEAST_OFTEN, 1 << (times - 1).bit_length())

@@ -14,7 +14,7 @@ from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
 from loka.numerics.metrics import mere_floored
 from loka.numerics.scaling import STATIC_SCALE, dequantize, quantize
-from loka.numerics.wgrad_errors import MOST_FEATURES, RECIPES, of_batch, some_rows, wgrad_errors
+from loka.numerics.wgrad_errors import MOST_FEATURES, RECIPES, VALUES, of_batch, some_rows, wgrad_errors
 
 
 def cast_transposed(values_RF: Tensor, format: Format, scaling: Scaling) -> Tensor:
@@ -42,7 +42,7 @@ def test_they_are_of_every_fp8_recipe_that_a_gradient_of_weights_can_have() -> N
 
 
 @given(
-    rows=st.integers(1, 300),
+    rows=st.integers(1, VALUES // MOST_FEATURES),
     k=st.integers(1, MOST_FEATURES),
     n=st.integers(1, MOST_FEATURES),
     seed=st.integers(0, 100),
@@ -61,7 +61,7 @@ def test_errors_of_several_batches_are_those_of_each_recipe_alone(rows: int, k: 
             floored, squares = one_by_one(recipe, x_RK, dy_RN)
             assert float(errors.floored_WB[index, number]) == pytest.approx(floored, rel=1e-3, abs=1e-5)
             of_size = float(errors.squares_WB[index, number] / errors.size_B[number])
-            assert math.sqrt(of_size) == pytest.approx(math.sqrt(squares), rel=1e-3, abs=1e-5)
+            assert math.sqrt(of_size) == pytest.approx(math.sqrt(squares), rel=1e-3, abs=1e-5, nan_ok=True)  # 0 of 0
 
 
 def test_what_gradients_add_up_to_is_next_to_rows_that_do_not_cancel() -> None:

@@ -83,7 +83,7 @@ def test_a_row_has_the_largest_value_of_its_call() -> None:
     model = nn.Linear(4, 1)
     x_MK = torch.zeros(64, 4)
     x_MK[13, 2] = -9.0
-    for asked, expected in ([""], [9.0]), ([], [None]):
+    for asked, expected in ({"": 64}, [9.0]), ({}, [None]):
         with watch(model, {"": model}, 1, torch.Generator(), closely=asked) as seen:
             model(x_MK)
         assert [call.x_close and call.x_close.amax for call in seen.calls[""]] == expected

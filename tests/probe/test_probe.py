@@ -418,7 +418,7 @@ def test_rows_are_taken_of_any_shape_and_layout(shape: list[int], is_transposed:
     dy = torch.randn(*shape, 3)
     m, seed = math.prod(shape), torch.Generator().manual_seed(1)
     with mock.patch.multiple("loka.probe.watch", MOST_ROWS=8, STRETCH=4):
-        with watch(sites[""], sites, 4, torch.Generator().manual_seed(1), closely=[""]) as seen:
+        with watch(sites[""], sites, 4, torch.Generator().manual_seed(1), closely={"": MOST_FEATURES}) as seen:
             sites[""](x).backward(dy)
         chosen_R, stretches_S = choose_rows(m, 4, seed), choose_stretches(m, seed)
     (call,) = seen.calls[""]
@@ -437,7 +437,7 @@ def test_rows_are_taken_of_any_shape_and_layout(shape: list[int], is_transposed:
 def test_a_wide_layer_is_looked_at_closely_by_some_features() -> None:
     """The same of the gradient of its weight, over two backward passes."""
     site, x_MK = nn.Linear(3 * MOST_FEATURES, MOST_FEATURES + 1), torch.randn(7, 3 * MOST_FEATURES)
-    with watch(site, {"": site}, 4, torch.Generator(), closely=[""]) as seen:
+    with watch(site, {"": site}, 4, torch.Generator(), closely={"": MOST_FEATURES}) as seen:
         for _ in range(2):
             site(x_MK).square().sum().backward()
     call, _ = seen.calls[""]

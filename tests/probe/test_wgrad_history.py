@@ -1,5 +1,7 @@
 """What a Probe notes of gradients of weights in 8 bits: of which rows, how it fades, and how it merges."""
 
+import itertools
+
 import pytest
 import torch
 from probed import probe_steps
@@ -10,9 +12,9 @@ from loka.probe.statistics.contract import SLOWER
 from loka.probe.wgrad_history import TOGETHER, WgradHistory
 
 
-def rows_of(rows: int, *, size: float = 1.0) -> SomeRows:
+def rows_of(rows: int, *, size: float = 1.0, outputs: int = 4) -> SomeRows:
     """Of a batch of three times as many."""
-    x_MK, dy_MN = torch.randn(3 * rows, 6), size * torch.randn(3 * rows, 4)
+    x_MK, dy_MN = torch.randn(3 * rows, 6), size * torch.randn(3 * rows, outputs)
     return of_batch(x_MK[:rows], dy_MN[:rows], x_MK.abs().amax(), dy_MN.abs().amax(), dy_MN.t() @ x_MK, 3 * rows)
 
 
@@ -28,10 +30,12 @@ def sums_of(samples: list[SomeRows], fade: float = 1.0) -> dict[str, Tensor]:
     return sums
 
 
+@pytest.mark.parametrize("outputs", [[4] * 6, [4, 4, 3, 3, 4, 3]])
 @pytest.mark.parametrize("sizes", [[5] * 3, [5] * (2 * TOGETHER + 1), [5, 5, 7, 5, 7, 7]])
-def test_sums_are_those_of_samples_one_by_one(sizes: list[int]) -> None:
-    """However many wait to be looked at together, and of however many rows; looking in between changes nothing."""
-    samples = [rows_of(size) for size in sizes]
+def test_sums_are_those_of_samples_one_by_one(sizes: list[int], outputs: list[int]) -> None:
+    """However many wait to be looked at together, of however many rows, and outputs, of which fewer are looked at where there
+    are many rows; looking in between changes nothing."""
+    samples = [rows_of(size, outputs=n) for size, n in zip(sizes, itertools.cycle(outputs), strict=False)]
     history, watched = WgradHistory(), WgradHistory()
     for sample in samples:
         history.add(sample, 0.5)
@@ -42,12 +46,15 @@ def test_sums_are_those_of_samples_one_by_one(sizes: list[int]) -> None:
         torch.testing.assert_close(state, expected, rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize(("rows", "every"), [(1, 1), (256, 1), (257, 2), (1024, 4), (2048, 8)])
-def test_the_more_rows_the_more_rarely(rows: int, every: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "features", "every"),
+    [(1, 64, 1), (256, 64, 1), (300, 54, 1), (512, 32, 1), (600, 32, 2), (1024, 32, 2), (2048, 32, 4)],
+)
+def test_the_more_rows_the_fewer_features_and_the_more_rarely(rows: int, features: int, every: int) -> None:
     """And what comes more rarely fades by all the samples in between."""
     history, batch = WgradHistory(), some_rows(torch.randn(rows, 64), torch.randn(rows, 3))
     history.add(batch, 0.5)
-    assert history.every == every
+    assert (history.features, history.every) == (features, every)
     history.add(batch, 0.5)
     assert float(history.state()["count"]) == pytest.approx(1 + 0.5 ** (SLOWER * every))
 
