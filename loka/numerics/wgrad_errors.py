@@ -23,8 +23,7 @@ from loka.numerics.metrics import FLOOR
 from loka.numerics.scaling import STATIC_SCALE
 
 MOST_FEATURES, FEWEST_FEATURES = 64, 32  # of x and of dy
-VALUES = 2**14  # of either; where there are rows enough, so many at FEWEST_FEATURES and more
-MOST_ROWS = 2048
+VALUES = 2**14  # of either: past it fewer features are looked at, and then, by the Probe, not every batch
 _BLOCK = 128
 
 RECIPES = (

@@ -22,7 +22,7 @@ from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, is_due, observe
 from loka.probe.watch import Call, Close, largest_magnitude
 from loka.probe.weights import weight_learns, weight_of
-from loka.probe.wgrad_history import WgradHistory
+from loka.probe.wgrad_history import LEAST_OFTEN, WgradHistory
 
 CALLS_LEFT_OUT = "called without a gradient too, and not learned from there: errors are those of the calls that train it"
 
@@ -50,8 +50,8 @@ class SiteLearning:
     def features_to_look_at(self) -> int:
         """How many, at most, where errors of 8 bits are due at the next sample, and else 0; at one that is the first with
         gradients they always are."""
-        is_due = not self._trains or self._samples % self._wgrad_errors.every == 0
-        return self._wgrad_errors.features if is_due else 0
+        every = self._wgrad_errors.every if weight_learns(self._module) else LEAST_OFTEN
+        return self._wgrad_errors.features if not self._trains or self._samples % every == 0 else 0
 
     def note(self, text: str) -> None:
         self._notes[text] = None

@@ -24,9 +24,10 @@ from loka.nn.linear import has_rows
 from loka.nn.passing_hook import PassingHook
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Arguments
-from loka.numerics.wgrad_errors import MOST_ROWS, feature_stride, some_of_gradient
+from loka.numerics.wgrad_errors import feature_stride, some_of_gradient
 
-STRETCH = 128  # rows that are looked at closely lie together, as many as share a scale in blocks
+MOST_ROWS = 2048  # of a call that are looked at closely;
+STRETCH = 128  # of more, so many lie together as share a scale in blocks
 _ORDERED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})  # those that ``aminmax`` takes
 
 

@@ -6,7 +6,7 @@ from loka.core.moments import State
 from loka.numerics.wgrad_errors import MOST_FEATURES, VALUES, SomeRows, features_looked_at, wgrad_errors
 from loka.probe.statistics.contract import SLOWER
 
-LEAST_OFTEN = 8  # one in so many samples is looked at
+LEAST_OFTEN = 8  # one in so many samples is looked at; as often as errors of outputs, which need the same
 TOGETHER = 16  # samples whose batches are looked at in one go: on a GPU that takes hardly longer than one
 
 

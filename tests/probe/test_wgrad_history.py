@@ -8,8 +8,8 @@ from probed import probe_steps
 from torch import Tensor, nn
 
 from loka.numerics.wgrad_errors import RECIPES, SomeRows, of_batch, some_rows, wgrad_errors
-from loka.probe.statistics.contract import SLOWER
-from loka.probe.wgrad_history import TOGETHER, WgradHistory
+from loka.probe.statistics.contract import SLOWER, STATISTICS
+from loka.probe.wgrad_history import LEAST_OFTEN, TOGETHER, WgradHistory
 
 
 def rows_of(rows: int, *, size: float = 1.0, outputs: int = 4) -> SomeRows:
@@ -57,6 +57,11 @@ def test_the_more_rows_the_fewer_features_and_the_more_rarely(rows: int, feature
     assert (history.features, history.every) == (features, every)
     history.add(batch, 0.5)
     assert float(history.state()["count"]) == pytest.approx(1 + 0.5 ** (SLOWER * every))
+
+
+def test_errors_of_outputs_are_due_only_where_a_site_is_looked_at_closely() -> None:
+    """Or they would lack the largest value of a call."""
+    assert STATISTICS.get("fprop_errors").every % LEAST_OFTEN == 0
 
 
 def test_samples_without_gradients_count_for_nothing() -> None:
