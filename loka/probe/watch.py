@@ -134,11 +134,18 @@ def watch(
 
 
 def _own_weights(model: nn.Module, sites: Mapping[str, nn.Linear]) -> dict[str, nn.Parameter]:
-    """The weights that are trained and no other module's, site or embedding: the gradient of a shared one is not made of one
-    site's rows."""
-    weights = {name: weight for name, site in sites.items() if (weight := site._parameters.get("weight")) is not None}
+    """The weights that are trained, lie as N×K, and are no other module's, site or embedding: the gradient of a shared one is
+    not made of one site's rows."""
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    return {name: weight for name, weight in weights.items() if weight.requires_grad and holders[id(weight)] == 1}
+    weights = {name: site._parameters.get("weight") for name, site in sites.items()}
+    return {
+        name: weight
+        for name, weight in weights.items()
+        if weight is not None
+        and weight.requires_grad
+        and weight.shape == (sites[name].out_features, sites[name].in_features)
+        and holders[id(weight)] == 1
+    }
 
 
 def _weight_hook(sums: dict[str, Tensor], name: str, part: Callable[[Tensor], Tensor]) -> Any:

@@ -104,3 +104,18 @@ def test_a_weight_of_another_layout_is_not_looked_at() -> None:
     rows = SiteLearning(module, Covariance.FULL).look([call])
     assert rows is not None
     assert rows.weight_JK is None
+
+
+def test_the_gradient_of_a_weight_of_another_layout_is_not_looked_at() -> None:
+    class Packed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.view(4, 3)
+
+    module = Packed(4, 3, bias=False)
+    module.weight = nn.Parameter(torch.randn(12))
+    with watch(module, {"": module}, 2, torch.Generator(), with_dw=[""], closely={"": 64}) as seen:
+        module(torch.randn(8, 4)).sum().backward()
+    assert module.weight.grad is not None
+    assert seen.calls[""][0].dy_RN is not None
+    assert not seen.dw_NK
+    assert not seen.dw_JI
