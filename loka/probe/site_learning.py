@@ -71,7 +71,7 @@ class SiteLearning:
         gradients = [call.dy_RN for call in calls if call.dy_RN is not None]
         dy_RN = _joined(gradients) if gradients else None
         m, many = sum(call.m for call in calls), _many_rows(calls, dw_JI)
-        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, many, None, x_amax_R1, *weight)
+        return Rows(x_RK, dy_RN, self._covariance, m, dw_NK, None, x_amax_R1, *weight, many)
 
     def finite(self, rows: Rows) -> Rows | None:
         """Those of the rows that hold no NaN or infinity; None without any."""

@@ -24,11 +24,11 @@ class Rows:
     covariance: Covariance
     m: int  # rows of all calls together,
     dw_NK: Tensor | None = None  # and Σ dyᵀx over them, the gradient of the weight; None where it is not this site's alone
-    many: SomeRows | None = None  # more rows, by a few features
     reference_N: Tensor | None = None  # by which dy is split, see loka.core.gradient_rows
     x_amax_R1: Tensor | None = None  # the largest magnitude of x in the call that a row is of
     weight_JK: Tensor | None = None  # some outputs' rows of the weight behind the step; None where every call makes it anew
     w_amax: Tensor | None = None  # of all of the weight
+    many: SomeRows | None = None  # more rows, by a few features
     sample: int = 0  # how many samples of the site came before
 
     def tensors(self) -> list[Tensor]:
