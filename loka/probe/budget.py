@@ -9,7 +9,7 @@ from loka.core.errors import InvalidInput
 from loka.core.marginals import LEVELS
 from loka.core.moments import Covariance, covariance_elements
 
-WIDEST = 4096  # features of x and dy whose covariance is kept whole: a wider one takes longer than all else that is learned
+WIDEST = 4096  # features of x and dy whose covariance is kept whole: wider ones took a GPU as long as all else that is learned
 _BYTES = 4
 _FORMS = tuple(Covariance)
 

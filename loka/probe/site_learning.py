@@ -21,7 +21,7 @@ from loka.numerics.wgrad_errors import SomeRows, of_batch
 from loka.probe.history import History
 from loka.probe.statistics.contract import Rows, absorb, is_due, observe
 from loka.probe.watch import Call, Close, largest_magnitude
-from loka.probe.weights import weight_learns, weight_of
+from loka.probe.weights import plain_weight, weight_learns, weight_of
 from loka.probe.wgrad_history import LEAST_OFTEN, WgradHistory
 
 CALLS_LEFT_OUT = "called without a gradient too, and not learned from there: errors are those of the calls that train it"
@@ -90,10 +90,9 @@ class SiteLearning:
         return dataclasses.replace(rows, x_RK=x_RK, dy_RN=dy_RN, dw_NK=dw_NK, many=many, x_amax_R1=x_amax_R1)
 
     def _some_of_weight(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copies: the training goes on before they are looked at. Nothing of a weight that is made in every call, or packed."""
-        weight_NK, shape = self._module._parameters.get("weight"), (self._module.out_features, self._module.in_features)
-        is_due_now = not self._trains or is_due("fprop_errors", self._samples)
-        if not is_due_now or weight_NK is None or weight_NK.shape != shape:
+        """Copies, where they will be looked at: the training goes on before."""
+        weight_NK, will_be = plain_weight(self._module), not self._trains or is_due("fprop_errors", self._samples)
+        if weight_NK is None or not will_be:
             return None, None
         return some_outputs(weight_NK.detach()), largest_magnitude(weight_NK.detach())
 

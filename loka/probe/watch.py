@@ -25,6 +25,7 @@ from loka.nn.passing_hook import PassingHook
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Arguments
 from loka.numerics.wgrad_errors import feature_stride, some_of_gradient
+from loka.probe.weights import plain_weight
 
 MOST_ROWS = 2048  # of a call that are looked at closely;
 STRETCH = 128  # of more, so many lie together as share a scale in blocks
@@ -134,18 +135,11 @@ def watch(
 
 
 def _own_weights(model: nn.Module, sites: Mapping[str, nn.Linear]) -> dict[str, nn.Parameter]:
-    """The weights that are trained, lie as N×K, and are no other module's, site or embedding: the gradient of a shared one is
-    not made of one site's rows."""
+    """The weights that are trained and no other module's, site or embedding: the gradient of a shared one is not made of one
+    site's rows."""
+    weights = {name: weight for name, site in sites.items() if (weight := plain_weight(site)) is not None}
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    weights = {name: site._parameters.get("weight") for name, site in sites.items()}
-    return {
-        name: weight
-        for name, weight in weights.items()
-        if weight is not None
-        and weight.requires_grad
-        and weight.shape == (sites[name].out_features, sites[name].in_features)
-        and holders[id(weight)] == 1
-    }
+    return {name: weight for name, weight in weights.items() if weight.requires_grad and holders[id(weight)] == 1}
 
 
 def _weight_hook(sums: dict[str, Tensor], name: str, part: Callable[[Tensor], Tensor]) -> Any:

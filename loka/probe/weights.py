@@ -20,6 +20,12 @@ def weight_of(site: nn.Linear) -> Tensor:
         return site.weight.detach()
 
 
+def plain_weight(site: nn.Linear) -> nn.Parameter | None:
+    """The weight where it is a parameter that lies as N×K: not one that is made in every call, or packed."""
+    weight_NK = site._parameters.get("weight")
+    return weight_NK if weight_NK is not None and weight_NK.shape == (site.out_features, site.in_features) else None
+
+
 def weight_learns(site: nn.Linear) -> bool:
     """Whether the weight, or what it is made from, is trained."""
     return any(parameter.requires_grad for name, parameter in site.named_parameters() if name != "bias")

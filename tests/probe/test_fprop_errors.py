@@ -8,7 +8,7 @@ import loka
 from loka.core.moments import Covariance
 from loka.numerics.fprop_errors import fprop_errors
 from loka.probe.site_learning import SiteLearning
-from loka.probe.watch import Call, Close, largest_magnitude, watch
+from loka.probe.watch import Call, Close
 
 
 def test_errors_of_outputs_are_looked_at_every_eighth_sample_and_fade_slowly() -> None:
@@ -80,19 +80,6 @@ def test_a_row_has_the_largest_value_of_its_call() -> None:
         assert rows is not None
         assert rows.x_amax_R1 is not None
         assert rows.x_amax_R1.flatten().tolist() == expected
-    model = nn.Linear(4, 1)
-    x_MK = torch.zeros(64, 4)
-    x_MK[13, 2] = -9.0
-    for asked, expected in ({"": 64}, [9.0]), ({}, [None]):
-        with watch(model, {"": model}, 1, torch.Generator(), closely=asked) as seen:
-            model(x_MK)
-        assert [call.x_close and call.x_close.amax for call in seen.calls[""]] == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.bool, torch.uint8])
-def test_the_largest_magnitude_of_any_dtype(dtype: torch.dtype) -> None:
-    values = torch.tensor([[1.0, -3.0 if dtype.is_signed else 3.0]]).to(dtype)
-    assert float(largest_magnitude(values)) == (1.0 if dtype is torch.bool else 3.0)
 
 
 def test_a_weight_of_another_layout_is_not_looked_at() -> None:
@@ -104,18 +91,3 @@ def test_a_weight_of_another_layout_is_not_looked_at() -> None:
     rows = SiteLearning(module, Covariance.FULL).look([call])
     assert rows is not None
     assert rows.weight_JK is None
-
-
-def test_the_gradient_of_a_weight_of_another_layout_is_not_looked_at() -> None:
-    class Packed(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight.view(4, 3)
-
-    module = Packed(4, 3, bias=False)
-    module.weight = nn.Parameter(torch.randn(12))
-    with watch(module, {"": module}, 2, torch.Generator(), with_dw=[""], closely={"": 64}) as seen:
-        module(torch.randn(8, 4)).sum().backward()
-    assert module.weight.grad is not None
-    assert seen.calls[""][0].dy_RN is not None
-    assert not seen.dw_NK
-    assert not seen.dw_JI

@@ -1,20 +1,15 @@
 """What a Probe learns of a model that trains, and that the model does not notice."""
 
-import itertools
-import math
 import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from probed import probe_steps, small_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,8 +18,6 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.record import Record
-from loka.numerics.wgrad_errors import MOST_FEATURES
-from loka.probe.watch import choose_rows, choose_stretches, watch
 
 
 def test_the_gradient_of_a_shared_or_a_frozen_weight_is_nobodys() -> None:
@@ -405,56 +398,6 @@ def test_neighbours_are_recorded() -> None:
     assert (sites["0"].norm_kind, sites["0"].activation_kind) == ("LayerNorm", "SiLU")
     assert (sites["0"].norm, sites["0"].activation) == ("1", "2")
     assert sites["4"].is_head
-
-
-@given(shape=st.lists(st.integers(1, 6), min_size=0, max_size=3), is_transposed=st.booleans())
-def test_rows_are_taken_of_any_shape_and_layout(shape: list[int], is_transposed: bool) -> None:
-    """The same of x and dy, as if both were flat, and copies: nothing that the model does to them later shows. Closely, in
-    stretches of four."""
-    sites = {"": nn.Linear(5, 3)}
-    x = torch.randn(*shape, 5)
-    if is_transposed and len(shape) > 1:
-        x = x.transpose(0, 1).contiguous().transpose(0, 1)
-    dy = torch.randn(*shape, 3)
-    m, seed = math.prod(shape), torch.Generator().manual_seed(1)
-    with mock.patch.multiple("loka.probe.watch", MOST_ROWS=8, STRETCH=4):
-        with watch(sites[""], sites, 4, torch.Generator().manual_seed(1), closely={"": MOST_FEATURES}) as seen:
-            sites[""](x).backward(dy)
-        chosen_R, stretches_S = choose_rows(m, 4, seed), choose_stretches(m, seed)
-    (call,) = seen.calls[""]
-    assert stretches_S.tolist() == list(range(m)) if m <= 8 else (stretches_S.view(2, 4).diff(dim=1) == 1).all()
-    flat_MK, flat_MN = x.clone().reshape(-1, 5), dy.clone().reshape(-1, 3)
-    x.zero_()
-    dy.zero_()
-    for rows, close, flat in (call.x_RK, call.x_close, flat_MK), (call.dy_RN, call.dy_close, flat_MN):
-        assert rows is not None
-        assert close is not None
-        assert torch.equal(rows, flat[chosen_R])
-        assert torch.equal(close.values_SF, flat[stretches_S])
-        assert close.amax == flat.abs().max()
-
-
-def test_a_wide_layer_is_looked_at_closely_by_some_features() -> None:
-    """The same of the gradient of its weight, over two backward passes."""
-    site, x_MK = nn.Linear(3 * MOST_FEATURES, MOST_FEATURES + 1), torch.randn(7, 3 * MOST_FEATURES)
-    with watch(site, {"": site}, 4, torch.Generator(), closely={"": MOST_FEATURES}) as seen:
-        for _ in range(2):
-            site(x_MK).square().sum().backward()
-    call, _ = seen.calls[""]
-    assert call.x_close is not None
-    assert torch.equal(call.x_close.values_SF, x_MK[:, ::3])
-    assert site.weight.grad is not None
-    torch.testing.assert_close(seen.dw_JI[""], site.weight.grad[::2, ::3])
-    assert not seen.dw_NK
-
-
-@given(m=st.integers(1, 5000), rows=st.integers(1, 300), seed=st.integers(0, 99))
-def test_chosen_rows_are_different_and_from_everywhere(m: int, rows: int, seed: int) -> None:
-    chosen = choose_rows(m, rows, torch.Generator().manual_seed(seed)).tolist()
-    assert len(set(chosen)) == len(chosen) == min(m, rows)
-    assert all(0 <= row < m for row in chosen)
-    gaps = [b - a for a, b in itertools.pairwise(chosen)]
-    assert all(gap <= 2 * m / min(m, rows) + 1 for gap in gaps)
 
 
 def test_what_a_device_has_not_answered_yet_is_learned_later(monkeypatch: pytest.MonkeyPatch) -> None:
