@@ -4,7 +4,7 @@ from typing import Any
 
 from loka.core.plan import Goal
 from loka.core.results import GatheredResults, markdown_table
-from loka.train.model_arms import BASELINE
+from loka.train.model_arms import ARMS, BASELINE
 from loka.train.step_profile import Kind
 
 Rows = dict[str, dict[str, Any]]  # arm → row
@@ -35,11 +35,12 @@ def ceiling(shares: dict[str, float]) -> float:
 
 
 def _cells(results: GatheredResults, goal: Goal) -> Cells:
+    """In the order of their names, however they were gathered."""
     cells: Cells = {}
     for row in results.rows.values():
         if row["goal"] == goal:
             cells.setdefault((row["model"], row["preset"], row["batch_size"]), {})[row["arm"]] = row
-    return cells
+    return dict(sorted(cells.items()))
 
 
 def _names(cell: tuple[str, str, int]) -> list[str]:
@@ -48,7 +49,9 @@ def _names(cell: tuple[str, str, int]) -> list[str]:
 
 
 def _arms(cells: Cells) -> list[str]:
-    return list(dict.fromkeys(arm for rows in cells.values() for arm in rows))
+    """In the order of ``ARMS``."""
+    found = {arm for rows in cells.values() for arm in rows}
+    return [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
 
 
 def _speedups(cells: Cells) -> str:
