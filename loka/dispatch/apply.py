@@ -25,7 +25,7 @@ from loka.dispatch.swap import (
     put_in,
     refuse_frozen,
     remember,
-    require_own_parameters,
+    require_replaceable,
     required_applied,
 )
 from loka.nn.fast_path import passed_by
@@ -58,7 +58,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, on_missing: OnMissing = "error",
     if differences and on_missing == "error":
         raise KernelUnavailable(
             f"this plan was not measured here: {'; '.join(differences)}. Its times and errors need not hold: {REMEASURE}, or "
-            f'pass on_missing="high_precision" to run it anyway where its kernels can run'
+            f'in Python pass on_missing="high_precision" to run it anyway where its kernels can run'
         )
     runs, swaps, fell_back = _bind(model, plan, on_missing, example)
     applied = AppliedPlan(runs, fell_back, tuple(differences), swaps)
@@ -73,7 +73,7 @@ def restore(model: nn.Module) -> None:
     """Put the user's own modules back, with the weights as they are now."""
     model = unwrapped(model)
     applied = required_applied(model)
-    require_own_parameters(applied, applied.sites)
+    require_replaceable(model, applied, applied.sites)
     swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
     put_back(model, swaps)
     for swap in swaps:
@@ -87,13 +87,13 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     model = unwrapped(model)
     applied = required_applied(model)
     chain = [name for name in _chain_of(applied.plan, site) if name in applied.swaps]
-    require_own_parameters(applied, chain)
-    before = [swap for name in chain for swap in applied.swaps.pop(name)]
+    require_replaceable(model, applied, chain)
+    before_by_site = {name: applied.swaps.pop(name) for name in chain}
+    before = [swap for of_site in before_by_site.values() for swap in of_site]
     put_back(model, before)
     applied.plan = applied.plan.giving_back({site: reason})
     again = {planned.site: planned for planned in applied.plan.sites if planned.site in chain and planned.block is not None}
-    modules = linear_sites(model)
-    swaps = {name: bind_block(model, modules[name], planned) for name, planned in again.items()}
+    swaps = {name: bind_block(model, before_by_site[name][0].original, planned) for name, planned in again.items()}
     bound = {name: of_site for name, of_site in swaps.items() if not isinstance(of_site, str)}
     assert len(bound) == len(swaps)  # each of them ran until now
     now = {swap.original: swap.current for of_site in bound.values() for swap in of_site}
@@ -128,11 +128,12 @@ def _bind(model: nn.Module, plan: Plan, on_missing: OnMissing, example: Example 
         else:
             swaps[site.site] = made
     if missing and on_missing == "error":
-        reasons = "; ".join(f"{site} {why}" for site, why in list(missing.items())[:3])
+        reasons = "; ".join(f"{site or 'the layer'} {why}" for site, why in list(missing.items())[:3])
         more = f"; and {len(missing) - 3} more sites" if len(missing) > 3 else ""
         raise KernelUnavailable(
             f"the plan cannot run here as it is: {reasons}{more}. Where a kernel is missing, {REMEASURE}; to plan without "
-            f'those sites, name them in make_plan(…, keep=…); or pass on_missing="high_precision" to run them in high precision'
+            f"those sites, name them in make_plan(…, keep=…); or in Python pass "
+            f'on_missing="high_precision" to run them in high precision'
         )
     runs = plan.giving_back(missing) if missing else plan
     # What stood behind one of them may be worth nothing by itself.

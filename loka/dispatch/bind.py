@@ -13,15 +13,17 @@ from loka.kernels.executor import SiteKernels
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock, link_blocks
 from loka.nn.linear import why_not_swapped
-from loka.nn.stand_in import has_hooks, take_over, why_not_stood_in_for, why_not_taken_over
+from loka.nn.stand_in import has_hooks, is_compiled, take_over, why_not_stood_in_for, why_not_taken_over
+
+_COMPILED_BY_ITSELF = "is compiled by itself, and torch.compile would go on with the old layer: compile the module around it"
 
 
 def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
     """Why a planned site cannot run here as planned: its module, or a kernel that is missing. None where it can."""
     if not site.site:
-        return "the layer is the model itself, in whose place nothing can be put: put it into another module"
-    if _is_compiled_by_itself(site.site):
-        return "is compiled by itself, and torch.compile would go on with the old layer: compile the module around it"
+        return "is the model itself, in whose place nothing can be put: put it into another module"
+    if site.site.rpartition(".")[2] == "_orig_mod":
+        return _COMPILED_BY_ITSELF
     if reason := why_not_swapped(module) or _why_not_replaced(module):
         return reason
     if site.block is not None:
@@ -35,12 +37,9 @@ def why_not_bound(module: nn.Linear, site: SitePlan, plan: Plan) -> str | None:
     return None
 
 
-def _is_compiled_by_itself(site: str) -> bool:
-    """``torch.compile(layer)`` calls the layer that it was given, whatever is put in its place."""
-    return site.rpartition(".")[2] == "_orig_mod"
-
-
 def _why_not_replaced(module: nn.Module) -> str | None:
+    if is_compiled(module):
+        return _COMPILED_BY_ITSELF
     if "forward" in vars(module):
         return "has a forward of its own, put on the instance"
     if has_hooks(module):

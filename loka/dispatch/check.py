@@ -345,7 +345,10 @@ def _learned_by(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> frozens
         for batch in batches:
             value = scalar(loss(model, batch))
             if value.grad_fn is None:
-                raise InvalidInput("loss(model, batch) has no gradient: it must not detach, or be computed under no_grad")
+                raise InvalidInput(
+                    "loss(model, batch) has no gradient: it must not detach, or be computed under no_grad, and some parameter "
+                    "must require one"
+                )
             found |= _leaves_of(value.grad_fn)
     return frozenset(found)
 

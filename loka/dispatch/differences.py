@@ -10,7 +10,7 @@ from loka.core.recipe import Format
 from loka.kernels.device import device_of
 from loka.nn.site_device import device_of_sites
 
-REMEASURE = "measure again here with `loka measure run`, then `loka plan run`"
+REMEASURE = "measure again here with `loka measure RUN`, then `loka plan RUN`"
 
 
 def linear_sites(model: nn.Module) -> dict[str, nn.Linear]:

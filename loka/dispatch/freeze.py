@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.dispatch.frozen import Frozen, FrozenBlock, FrozenLinear
 from loka.dispatch.planned import PlannedLinear
-from loka.dispatch.swap import Swap, carry_hooks, forget, put_back, put_in, require_own_parameters, required_applied
+from loka.dispatch.swap import Swap, carry_hooks, forget, put_back, put_in, require_replaceable, required_applied
 from loka.nn.blocks import find_blocks
 from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
-from loka.nn.stand_in import take_over
+from loka.nn.stand_in import take_over, why_not_taken_over
 from loka.nn.unwrap import unwrapped
 from loka.nn.weight_casts import held
 
@@ -42,7 +43,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     model = unwrapped(model)
     applied = required_applied(model)
     bytes_before = _bytes(model)
-    require_own_parameters(applied, applied.sites)
+    require_replaceable(model, applied, applied.sites)
     keep_weight, bypassed = not drop_high_precision, passed_by(model)
     here = set(model.modules())  # users may have put others in their place
     modules = {site: module for site in applied.sites if (module := applied.module(site)) in here}
@@ -56,6 +57,9 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
             by_their_weights += applied.swaps[site]  # the way to them passes by, or their gradients alone were planned
         else:
             frozen[planned] = FrozenLinear(planned, keep_weight=planned in kept)
+    for site, planned in modules.items():
+        if planned in frozen and (why := why_not_taken_over(planned, frozen[planned])):
+            raise InvalidInput(f"{site} {why}")
     for planned, current in frozen.items():
         take_over(planned, current)
         carry_hooks(planned, current)

@@ -57,8 +57,8 @@ class Guard:
     Put ``with guard.step():`` around the training step. A check runs the step eager with hooks on, predicts each site's error
     from ``rows`` of its rows, and waits for the device once; the steps between touch nothing. A site whose error is past
     ``max_error``, one number or one a role (by default 1.5 times the plan's limit), returns to high precision for good, which
-    is logged and kept in ``events``. Gradients that are no numbers, as of a batch that a training loop then skips, are looked
-    at once more in the next step.
+    is logged and kept in ``events``. Values that are no numbers, as of a batch that a training loop then skips, are looked at
+    once more in the next step.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Guard:
         self.steps_seen = 0
         self.events: list[GuardEvent] = []
         self._applied = applied
-        self._doubtful: set[tuple[str, Role]] = set()  # whose gradients were no numbers at the last check
+        self._doubtful: set[tuple[str, Role]] = set()  # whose values were no numbers at the last check
         self._generator = torch.Generator(device_of_sites(self._model))  # the user's own stays untouched
         self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
 
@@ -123,7 +123,7 @@ class Guard:
         worst: dict[str, tuple[float, Role, float]] = {}
         doubted, self._doubtful = self._doubtful, set()
         for (site, role), error in zip(errors, values, strict=True):
-            if math.isnan(error) and role is not Role.FPROP and (site, role) not in doubted:
+            if math.isnan(error) and (site, role) not in doubted:
                 self._doubtful.add((site, role))
                 continue
             excess = math.inf if math.isnan(error) else error / self.bounds[role]

@@ -9,8 +9,9 @@ from loka.core.errors import InvalidInput
 from loka.core.plan import Plan
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
+from loka.nn.held import refuse_held_in_lists
 from loka.nn.stand_in import give_back_attributes, why_not_stood_in_for
-from loka.nn.unwrap import unwrapped
+from loka.nn.unwrap import is_compiled_wrapper, unwrapped
 
 # Hooks on calls. Those on state dicts are not carried over: a stand-in has its own.
 _HOOKS = (
@@ -79,8 +80,10 @@ def required_applied(model: nn.Module) -> AppliedPlan:
     raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
 
 
-def require_own_parameters(applied: AppliedPlan, sites: Iterable[str]) -> None:
-    """Raise where a user has put pruning, a parametrization, a buffer or a module on a stand-in, which would be lost."""
+def require_replaceable(model: nn.Module, applied: AppliedPlan, sites: Iterable[str]) -> None:
+    """Raise where a user has put pruning, a parametrization, a buffer or a module on a stand-in, which would be lost; or a
+    forward, or holds it by another way than its name, where the stand-in would go on running."""
+    sites = list(sites)
     for site in sites:
         current = applied.module(site)
         if not set(current._parameters) <= {"weight", "bias"} or "weight" not in current._parameters:
@@ -90,6 +93,12 @@ def require_own_parameters(applied: AppliedPlan, sites: Iterable[str]) -> None:
             )
         if reason := why_not_stood_in_for(current, own=("weight", "bias", "norm", "activation", "entry")):
             raise InvalidInput(f"{site} {reason}")
+        if "forward" in vars(current):
+            raise InvalidInput(
+                f"{site} has got a forward of its own since the plan was applied, which would go on with the planned layer: "
+                f"delete that first, by `del module.forward`, and wrap the layer again behind"
+            )
+    refuse_held_in_lists(model, [swap.current for site in sites for swap in applied.swaps[site]])
 
 
 def refuse_frozen(model: nn.Module) -> None:
@@ -139,3 +148,5 @@ def _replace(model: nn.Module, now: Mapping[int, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child is not None and id(child) in now:
                 parent._modules[name] = now[id(child)]
+                if is_compiled_wrapper(parent):
+                    parent.__setstate__(parent.__getstate__())  # as if unpickled: it compiles what it holds, not what it held

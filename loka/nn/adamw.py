@@ -38,7 +38,8 @@ class AdamW(torch.optim.AdamW):
 
     Behind ``torch.optim.AdamW`` every weight that a plan runs in 8 bits is read once more after a step, to be cast. Here it is
     not, where our own kernels cast it, it is FP32, has one scale for all, or in a fused block one a row, and is large: its
-    casts then cost next to nothing. All else is stepped by torch, in its fused form unless told otherwise.
+    casts then cost next to nothing. All else is stepped by torch, in its fused form unless told otherwise: complex
+    parameters, which that refuses, need ``fused=False``.
     """
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:

@@ -30,6 +30,7 @@ from loka.nn.weight_casts import (
     state_without_casts,
     store_casts,
     stored_cast,
+    versions_kept_if_unwritten,
 )
 
 
@@ -87,7 +88,7 @@ class FusedBlock(nn.Module):
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there, if the kernels can run where it lies now."""
         unable = (part for part in (self.spec, None if self.entry is None else norm_spec(self.entry)) if isinstance(part, str))
-        self.why_reference = next(unable, None) or why_not_here(self.weight.device, self.weight.dtype)
+        self.why_reference = why_not_here(self.weight.device, self.weight.dtype) or next(unable, None)
         if self.why_reference is None:
             store_casts(self, cast_weight(self.weight.detach())._asdict())
         else:
@@ -142,7 +143,8 @@ class FusedBlock(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "FusedBlock":
         """8-bit codes are made anew."""
         super()._apply(fn, recurse)
-        self.refresh_weight_casts()
+        with versions_kept_if_unwritten(self):
+            self.refresh_weight_casts()
         return self
 
     def _replicate_for_data_parallel(self) -> NoReturn:

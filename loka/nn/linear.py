@@ -31,6 +31,7 @@ from loka.nn.weight_casts import (
     state_without_casts,
     store_casts,
     stored_cast,
+    versions_kept_if_unwritten,
 )
 from loka.numerics.formats import format_of, is_format
 
@@ -197,7 +198,8 @@ class LokaLinear(nn.Linear):
         """8-bit codes are made anew, and what else is held moves along, in the dtype that it has."""
         super()._apply(fn, recurse)
         move_held(self, fn)
-        self.refresh_weight_casts()
+        with versions_kept_if_unwritten(self):
+            self.refresh_weight_casts()
         return self
 
     def _replicate_for_data_parallel(self) -> NoReturn:

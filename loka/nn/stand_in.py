@@ -9,8 +9,8 @@ from loka.nn.passing_hook import nothing
 from loka.nn.weight_casts import CAST_OF, HELD
 
 _OWN = "_own_names"  # on a stand-in, the names of the attributes that it has by itself
-_LATER = (CAST_OF, HELD, _OWN)  # those that it may get later
-_NOT_TAKEN = ("forward", "_compiled_call_impl")  # that are refused, or would run the old module
+_COMPILED = "_compiled_call_impl"  # made by ``module.compile()``: it would go on with the module that it was made of
+_NOT_TAKEN = (CAST_OF, HELD, _OWN, _COMPILED)  # the first three it may get later by itself
 
 
 def why_not_stood_in_for(module: nn.Module, own: tuple[str, ...] = ("weight", "bias")) -> str | None:
@@ -22,6 +22,11 @@ def why_not_stood_in_for(module: nn.Module, own: tuple[str, ...] = ("weight", "b
     return f"holds {', '.join(beside)} too, which a module in its place would not: put that into a module around it"
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """In its place, by ``module.compile()``."""
+    return vars(module).get(_COMPILED) is not None
+
+
 def has_hooks(module: nn.Module) -> bool:
     """But for those that copies have in place of a Probe's or a Guard's, which do nothing."""
     tables = (table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict))
@@ -30,7 +35,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def why_not_taken_over(old: nn.Module, new: nn.Module) -> str | None:
     """Why ``new`` cannot have what users put on ``old``: it has an attribute of that name."""
-    taken = next((name for name in _attributes(old) if hasattr(new, name)), None)
+    taken = next((name for name in users_attributes(old) if hasattr(new, name)), None)
     if taken is None:
         return None
     return f"has an attribute {taken!r} put on it, which the {type(new).__name__} in its place has too: rename or remove it"
@@ -41,13 +46,13 @@ def take_over(old: nn.Module, new: nn.Module) -> None:
     if why := why_not_taken_over(old, new):
         raise InvalidInput(why)
     note_own(new)
-    vars(new).update(_attributes(old))
+    vars(new).update(users_attributes(old))
 
 
 def give_back_attributes(stand_in: nn.Module, original: nn.Module) -> None:
     """Put what users have put on ``stand_in`` on the module in whose place it was, as it is now."""
-    now = _attributes(stand_in)
-    for name in _attributes(original):
+    now = users_attributes(stand_in)
+    for name in users_attributes(original):
         if name not in now:
             del vars(original)[name]
     vars(original).update(now)
@@ -58,7 +63,12 @@ def note_own(stand_in: nn.Module) -> None:
     vars(stand_in).setdefault(_OWN, frozenset(vars(stand_in)))
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What users put on a module, by name; parameters, buffers and submodules are not among it."""
-    own = vars(module).get(_OWN, (*vars(nn.Module()), *getattr(module, "__constants__", ()), *_NOT_TAKEN))
-    return {name: value for name, value in vars(module).items() if name not in own and name not in _LATER}
+def is_stand_in(module: nn.Module) -> bool:
+    return _OWN in vars(module)
+
+
+def users_attributes(module: nn.Module) -> dict[str, Any]:
+    """What users put on a module, by name; parameters, buffers and submodules are not among it. A forward put on a user's own
+    module is not either: such a module is left alone."""
+    own = vars(module).get(_OWN, (*vars(nn.Module()), *getattr(module, "__constants__", ()), "forward"))
+    return {name: value for name, value in vars(module).items() if name not in own and name not in _NOT_TAKEN}

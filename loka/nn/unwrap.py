@@ -33,6 +33,11 @@ def arguments_of(example: Example | Arguments) -> Arguments:
     )
 
 
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made it."""
+    return "dynamo_ctx" in vars(module)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside torch.compile's, DistributedDataParallel's, and one that averages weights."""
     while True:

@@ -273,7 +273,13 @@ def _versions_kept_if_unmoved(holder: Any) -> AbstractContextManager[None]:
     An optimizer skips what has no gradient. The casts of such a weight come out as they were, and a backward pass that is still
     to come may read them. (Not casting them at all would miss writes to ``.data``.) But values of a block's transpose that are
     too small for e4m3's normal numbers were rounded once by a step of ``loka.AdamW``, and are twice by a cast."""
+    return nullcontext() if holder.weight.grad is not None else versions_kept_if_unwritten(holder)
+
+
+def versions_kept_if_unwritten(holder: Any) -> AbstractContextManager[None]:
+    """The same, if nobody is known to have written it: ``model.to(device)`` of a model that lies there casts it again too."""
     known: _CastOf | None = vars(holder).get(CAST_OF)
-    if holder.weight.grad is not None or known is None or known.mark != _mark_of(holder.weight):
+    weight = holder._parameters.get("weight")
+    if known is None or weight is None or known.weight is not weight or known.mark != _mark_of(weight):
         return nullcontext()
     return torch.autograd._unsafe_preserve_version_counter(tuple(held(holder).values()))

@@ -53,7 +53,7 @@ def assert_untouched(model: nn.Module) -> None:
 def test_a_plan_measured_elsewhere_names_what_differs(fields: dict, message: str) -> None:
     model = tower()
     plan = elsewhere(plan_for(model, MIXED), **fields)
-    with pytest.raises(KernelUnavailable, match=f"this plan was not measured here: .*{message}.*`loka measure run`"):
+    with pytest.raises(KernelUnavailable, match=f"this plan was not measured here: .*{message}.*`loka measure RUN`"):
         loka.apply_plan(model, plan)
     assert_untouched(model)
     applied = loka.apply_plan(model, plan, on_missing="high_precision")
@@ -95,7 +95,7 @@ def test_kernels_that_are_missing_fall_back_only_when_asked() -> None:
         KernelUnavailable, match=r"bottom fprop is planned on fbgemm.rowwise, which cannot run on .*acme.fp8, which"
     ) as e:
         loka.apply_plan(model, plan)
-    assert "loka measure run" in str(e.value)
+    assert "loka measure RUN" in str(e.value)
     assert_untouched(model)
     applied = loka.apply_plan(model, plan, on_missing="high_precision")
     assert applied.sites == ("top.2",)
