@@ -206,6 +206,11 @@ class Probe:
         self._dtypes = dtypes
         self._look_who_reads_what(seen)
         self._saw_forward |= bool(seen.calls or seen.runs)
+        if not self._samples and self._model.training and seen.calls and not seen.has_gradients():
+            logger.warning(
+                "probe: no gradient reached a layer in the first step that was sampled. For a plan for training put backward() "
+                "inside `with probe.step():` too; for one for serving this is all it takes"
+            )
         self._samples += 1
         self._sites_a_step = -(-len(self._sites) * SPREAD // self.every)
         looked: list[tuple[SiteLearning, Rows]] = []

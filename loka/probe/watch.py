@@ -77,6 +77,9 @@ class Watch:
         """Those of ``runs`` that called a site; where sites were called past the model's forward alone, one of these."""
         return [run for run in self.runs if run.called] or [Run(None, called=set(self.calls))]
 
+    def has_gradients(self) -> bool:
+        return any(call.dy_RN is not None for calls in self.calls.values() for call in calls)
+
     def trained_calls(self, site: str) -> list[Call]:
         """The calls to learn from. Where some got a gradient, the others are repetitions: activation checkpointing runs a
         site twice, once without a graph or for a graph that is thrown away."""

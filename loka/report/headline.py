@@ -54,8 +54,8 @@ def summarize(run: Run) -> tuple[str, ...]:
         ceiling = run.survey.ceiling
         most = f"at most {1 / (1 - ceiling.covered):.1f}×" if ceiling.covered < 0.995 else "no ceiling worth naming"
         sentences.append(
-            f"Sites hold {percent(ceiling.covered)} of a {duration(ceiling.step_us)} training step: were they free, "
-            f"the step would gain {most}."
+            f"Sites hold {percent(ceiling.covered)} of the {duration(ceiling.step_us)} that a step took while it was probed: "
+            f"were they free, it would gain {most}."
         )
     return tuple(sentences)
 

@@ -263,6 +263,20 @@ def test_so_are_steps_without_a_gradient(order: tuple[bool, bool]) -> None:
     assert any("without a gradient too" in note for note in probe.record().sites["0"].notes)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_step_without_a_backward_pass_is_told_where_there_might_be_one(
+    trains: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).train(trains)
+    probe = loka.Probe(model, every=1)
+    with caplog.at_level(logging.WARNING, "loka"):
+        for _ in range(3):
+            with probe.step():
+                loss = model(torch.randn(4, 8)).mean()
+            loss.backward()
+    assert caplog.text.count("put backward() inside `with probe.step():` too") == trains
+
+
 def test_an_example_on_which_the_model_does_not_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     probe = loka.Probe(model, every=1, example=(torch.randn(4, 7),))

@@ -79,7 +79,10 @@ class TestHeadline:
         plan = make_plan(survey, goal=Goal.SERVING, max_error={Role.FPROP: 0.1, Role.WGRAD: 0.3}).document
         limits, ceiling = gather_page(Run(Path("run"), plan=plan, survey=survey.document)).summary
         assert "error at most 0.3, at least 1.05× as fast" in limits
-        assert plain(ceiling) == "Sites hold 80 % of a 5 ms training step: were they free, the step would gain at most 5.0×."
+        assert (
+            plain(ceiling)
+            == "Sites hold 80 % of the 5 ms that a step took while it was probed: were they free, it would gain at most 5.0×."
+        )
 
     def test_then_with_what_is_planned_surveyed_or_nothing(self, survey) -> None:
         plan = make_plan(survey, goal=Goal.SERVING).document
