@@ -29,6 +29,7 @@ app = App(
     name="loka",
     help="Make 8-bit arithmetic practical for large recommendation models. Start with: loka demo",
     version=__version__,
+    suppress_keyboard_interrupt=False,
 )
 app["--help"].group = app["--version"].group = OPTIONS
 for order, command in enumerate((demo, probe, measure, plan, train, report)):
@@ -51,6 +52,9 @@ def main() -> None:
     except SystemExit as done:
         if done.code:  # else it went well, as far as it was read
             raise
+    except KeyboardInterrupt:  # in what does not say by itself how to go on
+        print("\nstopped: the same command again goes on with what is not done", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except (LokaError, OSError) as error:
         if not isinstance(error, BrokenPipeError) or is_read(sys.stdout):  # or nobody is left to tell
             print(f"loka: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import track
 
-from loka.cli.gathering import Out, Results, finish, gathered_results
+from loka.cli.gathering import Out, Results, finish, gathered_results, refuse_empty
 from loka.cli.shapes import BENCHMARK_SHAPES, Shapes, parse_shape
 from loka.cli.tables import grouped_reasons
 from loka.core.gemm import Role
@@ -49,6 +49,7 @@ def gemm(
     from loka.measure.parts import SiteTensors, baseline_kernel
     from loka.numerics.formats import format_of
 
+    refuse_empty(shapes=shapes, kernels=kernels)
     where = device_named(device)
     dtype = model_dtype(where)
     sites = [parse_shape(text) for text in shapes] if shapes else list(BENCHMARK_SHAPES)

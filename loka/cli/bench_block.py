@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from loka.cli.gathering import Out, Results, finish, gathered_results, typed_rows
+from loka.cli.gathering import Out, Results, finish, gathered_results, refuse_empty, typed_rows
 from loka.cli.shapes import BENCHMARK_LAYERS, BENCHMARK_ROWS, BENCHMARK_SHAPES, Shapes, parse_shape
 from loka.core.errors import KernelUnavailable
 
@@ -36,6 +36,7 @@ def block(
     from loka.measure.block_tables import block_tables
     from loka.measure.block_ways import BASELINE, FUSED, WAYS
 
+    refuse_empty(shapes=shapes, ways=ways)
     where = _required_gpu(device)
     if unknown := [name for name in ways or () if name not in WAYS]:
         raise UnknownName(f"no way to run a block is called {unknown[0]!r}. Known: {', '.join(WAYS)}")

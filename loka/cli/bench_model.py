@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from loka.cli.gathering import Out, Results, finish, gathered_results
+from loka.cli.gathering import Out, Results, finish, gathered_results, refuse_empty
 
 NOTES = (
     "Speed-ups are ratios of medians over steps taken in turn with the baseline; on a GPU the dense part is "
@@ -44,7 +44,7 @@ def model(
 
     Example: loka bench model --models wukong --presets base --batch-sizes 2048 --arms loka torchao.rowwise
     """
-    from loka.core.errors import UnknownName
+    from loka.core.errors import UnknownName, require_count
     from loka.core.plan import Goal
     from loka.kernels.contract import KERNELS
     from loka.kernels.device import device_named
@@ -54,6 +54,8 @@ def model(
     from loka.train.model_crew import measure_side_by_side
     from loka.train.model_tables import make_tables
 
+    refuse_empty(models=models, presets=presets, batch_sizes=batch_sizes, goals=goals, arms=arms, kernels=kernels)
+    require_count("--timed-steps", timed_steps)
     where = device_named(device)
     wanted = arms or list(ARMS)
     if unknown := [name for name in wanted if name not in ARMS]:

@@ -4,7 +4,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from loka.cli.gathering import Results, gathered_results
+from loka.cli.gathering import Out, Results, gathered_results, refuse_empty
+from loka.core.errors import require_count
 
 
 def quality(
@@ -33,7 +34,7 @@ def quality(
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     parallel: Annotated[int, Parameter(help="Runs at once: small models leave a GPU idle between launches.")] = 1,
     budget_s: Annotated[float, Parameter(help="Start no run after this many seconds.")] = float("inf"),
-    out: Annotated[str, Parameter(help="Folder for tables and pictures.")] = "benchmarks/results",
+    out: Out = "benchmarks/results",
     results: Results = None,
 ) -> None:
     """Train arms on the same batches from the same weights and compare their held-out log-loss, seed by seed.
@@ -47,6 +48,8 @@ def quality(
     from loka.train.quality_bench import Campaign, make_table, run_campaign, write_report
     from loka.train.quality_settings import SETTINGS
 
+    refuse_empty(settings=settings, arms=arms, seeds=seeds, kernels=kernels)
+    require_count("--parallel", parallel)
     where = device_named(device)
     for kernel in kernels or ():
         KERNELS.get(kernel)  # an unknown one is told of before hours of training

@@ -1,17 +1,18 @@
 """What benchmarks that gather results share: rows are written as they are measured, and the same call again goes on."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
+from loka.core.errors import InvalidInput
 from loka.core.results import GatheredResults
 
 if TYPE_CHECKING:
     import torch
 
 Row = TypeVar("Row")
-Out = Annotated[str, Parameter(help="Folder for the JSON and Markdown files.")]
+Out = Annotated[str, Parameter(help="Folder for what is written; with --results that is beside the file.")]
 Results = Annotated[Path | None, Parameter(help="Results file to continue; one of today's in --out if not given.")]
 
 
@@ -20,6 +21,13 @@ def gathered_results(name: str, where: "torch.device", out: str, results: Path |
     from loka.kernels.device import device_of
 
     return GatheredResults(out, name, current_environment(device_of(where)), current_command(), results)
+
+
+def refuse_empty(**options: list[Any] | None) -> None:
+    """An option that takes names, and was given none: nothing, or all, is hardly what was meant."""
+    for name, given in options.items():
+        if given == []:
+            raise InvalidInput(f"--{name.replace('_', '-')} takes at least one: name it, or leave the option out")
 
 
 def typed_rows(gathered: GatheredResults, kind: type[Row]) -> list[Row]:

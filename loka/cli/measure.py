@@ -1,14 +1,15 @@
 """``loka measure``: from a run's Record its Survey."""
 
+import shlex
 import sys
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 from rich.table import Table
 
 from loka.cli.tables import console, plain_table
+from loka.core.files import file_in
 from loka.core.gemm import Role
 from loka.core.survey import GATE
 from loka.planner.limits import MAX_ERROR
@@ -35,14 +36,16 @@ def measure(
     from loka.core.record import Record
     from loka.measure.survey import measure as measure_record
 
-    record = Record.load(run)
+    record, folder = Record.load(run), file_in(run, "record.safetensors").parent
     try:
-        survey = measure_record(record, kernels=kernels, device=device, out=run, progress=for_this_output())
+        survey = measure_record(record, kernels=kernels, device=device, out=folder, progress=for_this_output())
     except KeyboardInterrupt:
-        print(f"\nstopped: `loka measure {quote(str(run))}` goes on where it stopped", file=sys.stderr)
+        again = ["loka", "measure", str(run), *(["--kernels", *kernels] if kernels else [])]
+        again += ["--device", device] if device != "auto" else []
+        print(f"\nstopped: `{shlex.join(again)}` goes on where it stopped", file=sys.stderr)
         sys.exit(130)
     _print(survey)
-    console().print(f"{run}/survey.json   Next: loka plan {quote(str(run))}", soft_wrap=True)
+    console().print(f"{folder}/survey.json   Next: loka plan {shlex.quote(str(folder))}", soft_wrap=True)
 
 
 def _print(survey: "Survey") -> None:

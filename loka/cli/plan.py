@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
-from loka.core.files import is_older
+from loka.core.files import file_in, is_older
 from loka.core.gemm import Role
 from loka.planner.limits import MAX_ERROR, MIN_SPEEDUP
 
@@ -44,18 +44,18 @@ def plan(
     if site is not None:
         _print_site(_site(made, site))
         return
-    path = made.save(run)
+    folder = file_in(run, "survey.json").parent
+    path = made.save(folder)
     out = console()
     out.print(_table(made))
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {made.total}", soft_wrap=True)
-    folder = quote(str(run))
-    if is_older(run / "survey.json", than=run / "record.safetensors"):
-        newer = f"The record in {run} is newer than the survey, and not what was planned for"
-        out.print(f"{newer}: loka measure {folder} measures it.", soft_wrap=True)
-    in_code = f"loka.apply_plan(model, loka.Plan.load({str(run)!r}))"
-    out.print(f"Next: loka report {folder}, or in your code {in_code}", soft_wrap=True)
+    if is_older(folder / "survey.json", than=folder / "record.safetensors"):
+        newer = f"The record in {folder} is newer than the survey, and not what was planned for"
+        out.print(f"{newer}: loka measure {quote(str(folder))} measures it.", soft_wrap=True)
+    in_code = f"loka.apply_plan(model, loka.Plan.load({str(folder)!r}))"
+    out.print(f"Next: loka report {quote(str(folder))}, or in your code {in_code}", soft_wrap=True)
     by_us = f"loka train --model MODEL --plan {quote(str(path))} --steps 500"
     out.print(f"For LoKA's own models: {by_us}   (why not another kernel: --site NAME)", soft_wrap=True)
 

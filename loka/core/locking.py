@@ -31,11 +31,29 @@ def lock(file: int | IO[bytes], folder: Path) -> None:
 @contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
     """The folder made, and no other process in here with the same one until the end."""
+    with _opened(folder) as descriptor:
+        lock(descriptor, Path(folder))
+        yield
+
+
+@contextmanager
+def in_turn(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """The same for a moment, which others wait for; where files cannot be locked, at once."""
+    with _opened(folder) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in CANNOT:
+                raise
+        yield
+
+
+@contextmanager
+def _opened(folder: str | os.PathLike[str]) -> Iterator[int]:
     require_folder(folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        lock(descriptor, Path(folder))
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)

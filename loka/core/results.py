@@ -9,6 +9,7 @@ import msgspec
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.files import atomic_write, require_folder
+from loka.core.locking import in_turn
 
 SCHEMA = "loka.results/1"
 
@@ -23,37 +24,47 @@ def write_results(
 
 
 class GatheredResults:
-    """Rows under keys, each written at once: a benchmark that was interrupted goes on where it stopped.
+    """Rows under keys, each written at once: a benchmark that was interrupted goes on where it stopped, and two at a time add
+    to the same file.
 
-    ``path`` continues another day's file; without it the file is today's in ``folder``.
+    ``path`` continues another day's file, of the same device; without it the file is today's in ``folder``.
     """
 
     def __init__(self, folder: str | Path, name: str, environment: Environment, command: str, path: Path | None = None) -> None:
         self.json_path = path or Path(folder) / f"{environment.slug}-{name}.json"
         self._about = (name, environment, command)
-        self.rows: dict[str, dict[str, Any]] = {}
         require_folder(self.json_path.parent)  # before hours of work
-        if self.json_path.exists():
-            try:
-                found = msgspec.json.decode(self.json_path.read_bytes())
-                self.rows = {row["key"]: row for row in found["rows"]}
-                kind = found["schema"], found["name"]
-            except (msgspec.DecodeError, KeyError, TypeError) as error:
-                raise InvalidFile(
-                    f"{self.json_path} holds no gathered results ({error}): move it away or name another"
-                ) from error
-            if kind != (SCHEMA, name):
-                raise InvalidFile(f"{self.json_path} holds {kind[1]} by {kind[0]}, not {name} by {SCHEMA}: name another file")
+        self.rows = self._read()
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         self.add_all({key: row})
 
     def add_all(self, rows: dict[str, dict[str, Any]]) -> None:
-        self.rows |= {key: {"key": key, **row} for key, row in rows.items()}
-        _write_json(self.json_path, *self._about, list(self.rows.values()))
+        with in_turn(self.json_path.parent):
+            self.rows |= self._read()  # another process may have added to them
+            self.rows |= {key: {"key": key, **row} for key, row in rows.items()}
+            _write_json(self.json_path, *self._about, list(self.rows.values()))
 
     def write_markdown(self, tables: str) -> Path:
         return _write_markdown(self.json_path.with_suffix(".md"), *self._about, tables)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        if not self.json_path.exists():
+            return {}
+        try:
+            found = msgspec.json.decode(self.json_path.read_bytes())
+            rows = {row["key"]: row for row in found["rows"]}
+            kind, device = (found["schema"], found["name"]), found["environment"]["device"]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
+            raise InvalidFile(f"{self.json_path} holds no gathered results ({error}): move it away or name another") from error
+        name, environment, _ = self._about
+        if kind != (SCHEMA, name):
+            raise InvalidFile(f"{self.json_path} holds {kind[1]} by {kind[0]}, not {name} by {SCHEMA}: name another file")
+        if device != environment.device:
+            raise InvalidFile(
+                f"{self.json_path} holds results of {device}, and this is {environment.device}: name another file"
+            )
+        return rows
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,5 +1,6 @@
 """What a training run is: everything that decides its numbers, and where its files go. Imports no torch: the CLI reads it."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +18,7 @@ _FREE_ON_RESUME = ("checkpoint_every", "guard_every", "out", "data_path", "cuda_
 
 _LEAST = {"steps": 1, "batch_size": 1, "log_every": 1, "checkpoint_every": 1}
 _LEAST |= {"warmup_steps": 0, "decay_steps": 0, "guard_every": 0}
+_PAST = 2**62  # what no counter or seed of torch's reaches
 
 
 class Precision(StrEnum):
@@ -86,15 +88,21 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidInput(f"{name} must be at least {least}, got {value}")
+            if value is not None and value >= _PAST:
+                raise InvalidInput(f"{name} must be below 2^62, got {value}")
+        if not -_PAST < self.seed < _PAST:
+            raise InvalidInput(f"seed must be between -2^62 and 2^62, got {self.seed}")
         if self.out == "":
             raise InvalidInput("out is empty: name a folder (in Python, None writes nothing)")
         for name in ("lr", "embedding_lr"):
-            if not getattr(self, name) > 0:
-                raise InvalidInput(f"{name} must be above 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidInput(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         if self.cuda_graphs and not self.compile:
             raise InvalidInput("cuda_graphs replays what torch.compile made: set compile too")
-        if self.weight_decay < 0:
-            raise InvalidInput(f"weight_decay must not be negative, got {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InvalidInput(f"weight_decay must not be negative, and finite, got {self.weight_decay}")
+        if self.plan == "":
+            raise InvalidInput("plan is empty: name the folder of a plan, or leave it out")
         if self.plan is not None and not Path(self.plan).exists():
             raise InvalidInput(f"there is no plan at {self.plan}: make one with `loka plan RUN`, and give RUN or RUN/plan.json")
         if self.data_path is not None and not Path(self.data_path).exists():

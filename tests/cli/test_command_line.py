@@ -108,7 +108,7 @@ def test_a_reader_who_has_enough_does_not_hide_a_mistake() -> None:
     assert process.returncode == 1
 
 
-def test_to_be_asked_to_end_is_to_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_be_asked_to_end_is_to_be_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def wait() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
@@ -116,8 +116,9 @@ def test_to_be_asked_to_end_is_to_be_interrupted(monkeypatch: pytest.MonkeyPatch
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("loka.cli.app", wait)
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(SystemExit, match="130"):
             main()
+        assert "stopped: the same command again goes on" in capsys.readouterr().err
     finally:
         signal.signal(signal.SIGTERM, before)
 

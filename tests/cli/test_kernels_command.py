@@ -132,7 +132,7 @@ def test_bench_gemm_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(gemm_module, "measure_site", measure)
     bench = f"bench gemm --device cpu --out {tmp_path} --kernels"
-    with pytest.raises(SystemExit, match="130"):
+    with pytest.raises(KeyboardInterrupt):
         app(f"{bench} onednn.int8 --shapes 8x32x8 8x32x16", exit_on_error=False)
     app(f"{bench} onednn.int8 --shapes 8x32x8 8x32x24", exit_on_error=False, result_action="return_value")
     (results,) = tmp_path.glob("*.json")

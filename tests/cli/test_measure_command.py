@@ -21,15 +21,43 @@ def run(words: str) -> None:
     app(words, exit_on_error=False, result_action="return_value")
 
 
-def test_measures_what_a_probe_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def record(folder: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 1))
     probe = loka.Probe(model, every=1)
     for _ in range(4):
         with probe.step():
             model(torch.randn(64, 24)).square().mean().backward()
-    probe.record().save(tmp_path)
+    probe.record().save(folder)
     probe.detach()
+
+
+@pytest.mark.parametrize(("more", "told"), [("", ""), ("--kernels torch.bf16 onednn.int8 --device cpu",) * 2])
+def test_interrupted_it_tells_the_whole_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: str, told: str
+) -> None:
+    """With other kernels it would begin again."""
+    record(tmp_path)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("loka.measure.survey.measure", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        run(f"measure {tmp_path} {more}")
+    assert f"stopped: `{f'loka measure {tmp_path} {told}'.strip()}` goes on" in capsys.readouterr().err
+
+
+def test_takes_the_paths_of_files_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path)
+    run(f"measure {tmp_path}/record.safetensors --kernels torch.bf16 --device cpu")
+    run(f"plan {tmp_path}/survey.json")
+    assert loka.Plan.load(tmp_path).document == loka.Plan.load(tmp_path / "plan.json").document
+    assert f"loka report {tmp_path}," in capsys.readouterr().out.replace("\n", "")
+
+
+def test_measures_what_a_probe_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path)
     run(f"measure {tmp_path} --kernels torch.bf16 reference.rowwise --device cpu")
     survey = Survey.load(tmp_path)
     assert [site.site for site in survey.sites] == ["0", "2"]

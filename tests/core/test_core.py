@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -182,7 +183,33 @@ class TestResults:
         assert elsewhere.rows["wukong/1"]["ne"] == 0.6
         assert elsewhere.write_markdown("a table").read_text().endswith("a table")
 
-    @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"rows": [1]}', b'{"rows": [{}]}'])
+    def test_two_at_a_time_add_to_the_same_file(self, tmp_path: Path) -> None:
+        one, other = (GatheredResults(tmp_path, "quality", self.environment, "command") for _ in range(2))
+        one.add("wukong/0", {"ne": 0.8})
+        other.add("wukong/1", {"ne": 0.7})
+        one.add("wukong/2", {"ne": 0.6})
+        found = GatheredResults(tmp_path, "quality", self.environment, "command")
+        assert {key: row["ne"] for key, row in found.rows.items()} == {"wukong/0": 0.8, "wukong/1": 0.7, "wukong/2": 0.6}
+        assert one.rows == found.rows
+
+    def test_those_of_another_device_are_not_continued(self, tmp_path: Path) -> None:
+        first = GatheredResults(tmp_path, "quality", self.environment, "command")
+        first.add("a", {"x": 1})
+        before, elsewhere = first.json_path.read_bytes(), msgspec.structs.replace(self.environment, device="another")
+        with pytest.raises(
+            InvalidFile, match=f"holds results of {re.escape(self.environment.device)}, and this is another: name"
+        ):
+            GatheredResults(tmp_path, "quality", elsewhere, "command", path=first.json_path)
+        assert first.json_path.read_bytes() == before
+        later = GatheredResults(tmp_path, "quality", self.another_day(), "command", path=first.json_path)
+        assert set(later.rows) == {"a"}
+
+    def another_day(self) -> Environment:
+        return msgspec.structs.replace(self.environment, date="2031-01-01", libraries={"torch": "3.0"})
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"{", b"[]", b'{"rows": [1]}', b'{"rows": [{}]}', b'{"rows": "\xff"}', b"[" * 100_000]
+    )
     def test_a_foreign_results_file_is_refused_and_kept(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "foreign.json"
         path.write_bytes(content)

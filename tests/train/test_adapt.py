@@ -172,6 +172,7 @@ def test_a_run_without_either_has_the_identity_it_always_had(planted):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
+        ({"plan": ""}, InvalidInput, "plan is empty: name the folder of a plan"),
         ({"plan": "/nowhere/plan.json"}, InvalidInput, "there is no plan at /nowhere/plan.json: make one with `loka plan RUN`"),
         ({"mods": ("blok_norm",)}, UnknownName, "no mod is called 'blok_norm'. Did you mean 'block_norm'"),
     ],
