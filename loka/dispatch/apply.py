@@ -88,12 +88,13 @@ def give_back(model: nn.Module, site: str, reason: str) -> None:
     applied = required_applied(model)
     chain = [name for name in _chain_of(applied.plan, site) if name in applied.swaps]
     require_replaceable(model, applied, chain)
-    before_by_site = {name: applied.swaps.pop(name) for name in chain}
-    before = [swap for of_site in before_by_site.values() for swap in of_site]
+    of_chain = {name: applied.swaps.pop(name) for name in chain}
+    before = [swap for of_site in of_chain.values() for swap in of_site]
     put_back(model, before)
     applied.plan = applied.plan.giving_back({site: reason})
     again = {planned.site: planned for planned in applied.plan.sites if planned.site in chain and planned.block is not None}
-    swaps = {name: bind_block(model, before_by_site[name][0].original, planned) for name, planned in again.items()}
+    linears = {name: linear for name, (first, *_) in of_chain.items() if isinstance(linear := first.original, nn.Linear)}
+    swaps = {name: bind_block(model, linears[name], planned) for name, planned in again.items()}
     bound = {name: of_site for name, of_site in swaps.items() if not isinstance(of_site, str)}
     assert len(bound) == len(swaps)  # each of them ran until now
     now = {swap.original: swap.current for of_site in bound.values() for swap in of_site}
