@@ -62,6 +62,8 @@ def read_record(run: str | Path) -> Record:
     """What ``write_record`` wrote, now or under an older schema, by its folder or by its own path."""
     path = file_in(run, FILE)
     document, tensors = _read(path)
+    if len({facts.name for facts in document.sites}) < len(document.sites):
+        raise InvalidFile(f"{path} names a site twice: it was written by something else. Make it again")
     own = _by_site(tensors, [facts.name for facts in document.sites])
     sites = {facts.name: _site(facts, document.rules, own[facts.name], path) for facts in document.sites}
     return Record(
@@ -139,6 +141,12 @@ def _by_site(tensors: "dict[str, Tensor]", sites: list[str]) -> "dict[str, dict[
 def _site(facts: SiteFacts, rules: dict[str, Rule], own: "dict[str, Tensor]", path: Path) -> SiteRecord:
     if "weight" not in own:
         raise InvalidFile(f"{path} names the site {facts.name} but holds no weight of it: make it again")
+    shape = tuple(own["weight"].shape)
+    if shape != (facts.n, facts.k) or any(not (rows > 0 and calls > 0) for rows, calls in facts.calls.items()):
+        raise InvalidFile(
+            f"{path} says that {facts.name} is {facts.k}×{facts.n}, called {facts.calls or 'never'}, and holds a weight of "
+            f"{'×'.join(map(str, reversed(shape)))}: it was written by something else. Make it again"
+        )
     states: dict[str, dict[str, Tensor]] = {}
     for name, tensor in own.items():
         statistic, slash, tensor_name = name.partition("/")

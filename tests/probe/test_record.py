@@ -97,6 +97,21 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         Record.load(tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"k": 65}, {"n": 1}, {"calls": {"64": 0.0}}, {"calls": {"-5": 1.0}}, "twice"])
+def test_sites_that_are_not_what_the_file_holds_are_told(
+    record: Record, tmp_path: Path, change: dict[str, object] | str
+) -> None:
+    path = record.save(tmp_path)
+    with safe_open(path, framework="pt") as file:
+        fields = msgspec.json.decode(file.metadata()["document"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    first = fields["sites"][0]
+    fields["sites"] = [first, *fields["sites"]] if isinstance(change, str) else [first | change, *fields["sites"][1:]]
+    save_file(tensors, path, metadata={"document": msgspec.json.encode(fields).decode()})
+    with pytest.raises(InvalidFile, match="it was written by something else"):
+        Record.load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
