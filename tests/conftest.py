@@ -16,6 +16,8 @@ settings.register_profile(
 )
 settings.load_profile("loka")
 
+# Triton reads it when it is first imported: our kernels run interpreted on a CPU, compiled on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 torch.set_num_threads(1)  # the tensors here are small: threads would only wait for each other
 
 

@@ -1,7 +1,6 @@
 """Sums over bags by our kernels, beside torch's own in FP64: values, the gradient of every id's row, and what is not read."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ from torch.nn import functional as F
 
 from loka.models import bags
 from loka.models.bags import sum_bags
-
-# Read when Triton is first imported: interpreted on a CPU, compiled on a GPU.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

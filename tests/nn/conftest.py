@@ -1,4 +1,3 @@
-import os
 import sys
 from pathlib import Path
 
@@ -9,8 +8,6 @@ from emulated_block import emulate
 from loka.kernels.casting import CASTERS
 
 sys.path.insert(0, str(Path(__file__).parent))  # found_lines, which test files of this folder share
-# Triton reads it when it is first imported: our kernels run interpreted on a CPU, compiled on a GPU.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
 @pytest.fixture

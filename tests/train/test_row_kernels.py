@@ -1,7 +1,6 @@
 """Row-wise Adagrad by our kernels, against the plain mathematics in FP64."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ from torch import Tensor
 
 from loka.train import optim
 from loka.train.optim import step_rows
-
-# Read when Triton is first imported: interpreted on a CPU, compiled on a GPU.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,13 +1,9 @@
 """Our Triton kernels run interpreted on a CPU, compiled on a GPU; one process can do one of the two."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
-
-# Read when Triton is first imported, so it is set before any test is collected.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
