@@ -77,6 +77,9 @@ def required_applied(model: nn.Module) -> AppliedPlan:
     if applied is not None:
         return applied
     refuse_frozen(model)
+    parts = [name for name, module in unwrapped(model).named_modules() if _REMEMBERED in vars(module)]
+    if parts:
+        raise InvalidInput(f"no plan is applied to this model, but to a part of it, {', '.join(parts)}: give that part")
     raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
 
 

@@ -112,6 +112,16 @@ class TestIsRefused:
         assert not isinstance(model.bottom, PlannedLinear)
 
 
+@pytest.mark.parametrize("leave", [loka.restore, loka.freeze])
+def test_of_a_part_that_was_planned_by_itself_the_part_is_asked_for(leave: Callable[[nn.Module], object]) -> None:
+    part = planned()
+    model = nn.Sequential(part, nn.Linear(1, 1))
+    with pytest.raises(InvalidInput, match="but to a part of it, 0: give that part"):
+        leave(model)
+    leave(model[0])
+    assert not isinstance(part.bottom, PlannedLinear)
+
+
 def test_what_loka_holds_is_no_other_way_to_it() -> None:
     model = tower()
     model.probe = loka.Probe(model, every=1)  # type: ignore[assignment]
