@@ -100,7 +100,7 @@ class TrainConfig:
         if self.cuda_graphs and not self.compile:
             raise InvalidInput("cuda_graphs replays what torch.compile made: set compile too")
         if not 0 <= self.weight_decay < math.inf:
-            raise InvalidInput(f"weight_decay must not be negative, and finite, got {self.weight_decay}")
+            raise InvalidInput(f"weight_decay must be finite and not negative, got {self.weight_decay}")
         if self.plan == "":
             raise InvalidInput("plan is empty: name the folder of a plan, or leave it out")
         if self.plan is not None and not Path(self.plan).exists():

@@ -131,7 +131,7 @@ def test_evaluating_needs_examples_and_keeps_the_mode(planted):
         ({"lr": 0.0}, InvalidInput, "lr must be above 0"),
         ({"lr": math.nan}, InvalidInput, "lr must be above 0"),
         ({"lr": math.inf}, InvalidInput, "lr must be above 0 and finite"),
-        ({"weight_decay": math.nan}, InvalidInput, "weight_decay must not be negative, and finite"),
+        ({"weight_decay": math.nan}, InvalidInput, "weight_decay must be finite and not negative"),
         ({"steps": 10**23}, InvalidInput, r"steps must be below 2\^62"),
         ({"seed": -(10**23)}, InvalidInput, r"seed must be between -2\^62 and 2\^62"),
         ({"weight_decay": -0.1}, InvalidInput, "weight_decay"),
