@@ -88,7 +88,7 @@ class FusedBlock(nn.Module):
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there, if the kernels can run where it lies now."""
         unable = (part for part in (self.spec, None if self.entry is None else norm_spec(self.entry)) if isinstance(part, str))
-        self.why_reference = why_not_here(self.weight.device, self.weight.dtype) or next(unable, None)
+        self.why_reference = next(unable, None) or why_not_here(self.weight.device, self.weight.dtype)
         if self.why_reference is None:
             store_casts(self, cast_weight(self.weight.detach())._asdict())
         else:
