@@ -52,6 +52,8 @@ def train(config: TrainConfig, *, resume: bool = False, progress: Progress | Non
     with _own_random_numbers(config.seed, device), matmul_precision(config.precision):
         data = open_dataset(config.data, path=config.data_path, seed=config.seed, device=device, **config.data_options)
         steps = _steps(config, data)
+        if next(data.test(config.batch_size), None) is None:
+            raise InvalidInput(f"the data set {config.data!r} has no row left to score on: give it more, or train on fewer")
         config = replace(config, steps=steps)
         model = build_model(config.model, config.preset, data.schema, **config.model_options).to(device)
         adapt(model, config, data.train(config.batch_size))

@@ -115,6 +115,13 @@ def test_weights_that_overflowed_are_told_from_activations_that_did(planted):
         train(config(planted, steps=20, lr=1e38, warmup_steps=0))
 
 
+def test_nothing_to_score_on_is_told_before_the_training(planted, tmp_path, monkeypatch):
+    monkeypatch.setattr("loka.train.loop.run_steps", lambda *_: pytest.fail("it trains"))
+    with pytest.raises(InvalidInput, match="has no row left to score on: give it more, or train on fewer"):
+        train(config(planted, steps=3, out=str(tmp_path / "run"), data_options={"test_examples": 0}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_evaluating_needs_examples_and_keeps_the_mode(planted):
     result = train(config(planted, steps=1))
     result.model.train()
