@@ -9,7 +9,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,14 @@ class Ready:
     """An arm built, prepared, run and made ready to be timed."""
 
     timer: StepTimer
-    shares: Callable[[], dict[str, float] | None]  # of a step's kernel time, by kind; None where the profile is not sound
+    profile: Callable[[], dict[str, float] | None]  # each kind's share of a step's kernel time; None where it is not sound
     did: str
     ready_s: float  # to build, plan and compile it, in whatever company
     peak_bytes: int | None  # of its weights, states and activations; None on the CPU
+
+    @cached_property
+    def shares(self) -> dict[str, float] | None:
+        return self.profile()
 
 
 class ModelBench:
@@ -113,7 +117,11 @@ class ModelBench:
             "ready_s": ready.ready_s,
             "peak_bytes": ready.peak_bytes,
         }
-        return row | ({"shares": ready.shares()} if ready is baseline or arm.is_planned else {})
+        if ready is baseline or arm.is_planned:
+            row["shares"] = ready.shares
+        if ready is not baseline:  # a table gathered over days has one row of the baseline, which may be of another state
+            row["baseline_shares"] = baseline.shares
+        return row
 
     def ready(self, cell: Cell, arm: ModelArm) -> Ready:
         """Build the model, do what the arm asks, compile it and run it twice."""
@@ -140,8 +148,8 @@ class ModelBench:
         for _ in range(2):  # the first makes the optimizers' states
             step()
         peak = torch.cuda.max_memory_allocated(self.device) - before if on_cuda else None
-        shares = partial(_shares, step, model, cell.batch_size, on_cuda)
-        return Ready(step_timer(step, self.device), shares, did, time.perf_counter() - begin, peak)
+        profile = partial(_shares, step, model, cell.batch_size, on_cuda)
+        return Ready(step_timer(step, self.device), profile, did, time.perf_counter() - begin, peak)
 
     def _trainer(self, cell: Cell, arm: ModelArm) -> Trainer:
         config = TrainConfig(

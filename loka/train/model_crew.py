@@ -185,4 +185,4 @@ def _step_us(ready: Ready | Failure) -> float:
 
 def _shares(ready: Ready | Failure) -> dict[str, float] | None:
     assert isinstance(ready, Ready)
-    return ready.shares()
+    return ready.shares

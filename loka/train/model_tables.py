@@ -17,8 +17,9 @@ def make_tables(results: GatheredResults) -> str:
         cells = _cells(results, goal)
         if cells:
             parts.append(f"{what}: speed-up over {BASELINE}\n\n{_speedups(cells)}")
-        if any(rows.get(BASELINE, {}).get("shares") for rows in cells.values()):
-            parts.append(f"{what}, the dense part alone: speed-up over {BASELINE}\n\n{_dense_speedups(cells)}")
+        profiled = {cell: rows for cell, rows in cells.items() if any(_besides(row, rows) is not None for row in rows.values())}
+        if profiled:
+            parts.append(f"{what}, the dense part alone: speed-up over {BASELINE}\n\n{_dense_speedups(profiled)}")
         if any(row.get("peak_bytes") for rows in cells.values() for row in rows.values()):
             parts.append(f"{what}: peak memory of weights, states and activations, GiB\n\n{_memory(cells)}")
     for goal, what in ((Goal.TRAINING, "training step"), (Goal.SERVING, "serving call")):
@@ -73,19 +74,24 @@ def _speedup(row: dict[str, Any] | None) -> str:
 
 
 def _dense_speedups(cells: Cells) -> str:
-    """Without what no arm changes: the share of embeddings, optimizer and input in the baseline's step."""
     arms = [arm for arm in _arms(cells) if arm != BASELINE]
-    table = []
-    for cell, rows in cells.items():
-        if shares := rows.get(BASELINE, {}).get("shares"):
-            besides = sum(shares.get(kind, 0.0) for kind in (Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT))
-            table.append([*_names(cell), *(_dense_speedup(rows.get(arm), besides) for arm in arms)])
+    table = [[*_names(cell), *(_dense_speedup(rows.get(arm), rows) for arm in arms)] for cell, rows in cells.items()]
     return markdown_table(["model", "preset", "batch", *arms], table)
 
 
-def _dense_speedup(row: dict[str, Any] | None, besides: float) -> str:
+def _besides(row: dict[str, Any], rows: Rows) -> float | None:
+    """What no arm changes: the share of embeddings, optimizer and input in the baseline's step. The baseline is the one that
+    the row was timed beside, and that of the cell where the row is from before rows kept it."""
+    shares = row.get("baseline_shares", rows.get(BASELINE, {}).get("shares"))
+    return sum(shares.get(kind, 0.0) for kind in (Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT)) if shares else None
+
+
+def _dense_speedup(row: dict[str, Any] | None, rows: Rows) -> str:
     if row is None or "failed" in row:
         return _speedup(row)
+    besides = _besides(row, rows)
+    if besides is None:
+        return ""
     left = 1 / row["speedup"] - besides
     if left <= 0:  # a step as fast as what no arm changes: the profile's shares do not hold for it
         return "–"

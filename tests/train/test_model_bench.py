@@ -55,6 +55,8 @@ def test_every_arm_gives_a_row_or_a_reason(bench, goal, monkeypatch):
     assert shares[Kind.ELEMENTWISE] > 0
     assert (shares[Kind.OPTIMIZER] > 0) is (goal is Goal.TRAINING)
     assert all("shares" not in rows[arm] for arm in ("fp32", "mods"))
+    assert all(rows[arm]["baseline_shares"] == shares for arm in ("fp32", "mods"))
+    assert "baseline_shares" not in rows[BASELINE]
 
 
 def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
@@ -404,6 +406,20 @@ class TestTables:
         results.add("a", about | base)
         results.add("b", about | {"arm": "loka", "speedup": speedup, "peak_bytes": None})
         assert f"| wukong | base | 2048 | {told} |" in make_tables(results)
+
+    def test_the_dense_part_goes_by_the_baseline_that_a_row_was_timed_beside(self, tmp_path):
+        """Of a cell that was gathered over days: since fbgemm's row the optimizer has become faster, and none was profiled
+        beside torchao's."""
+        results = GatheredResults(tmp_path, "model", current_environment(device_of(CPU)), "loka bench model")
+        about = {"model": "wukong", "preset": "base", "batch_size": 2048, "goal": "training", "did": "", "is_graph": True}
+        older, newer = ({Kind.GEMM: 1 - rest, Kind.ELEMENTWISE: 0.0, Kind.OPTIMIZER: rest} for rest in (1 / 3, 1 / 5))
+        results.add("a", about | {"arm": "bf16", "time_us": {"median_us": 4e3}, "speedup": 1.0, "shares": newer})
+        results.add("b", about | {"arm": "fbgemm", "speedup": 1.5, "baseline_shares": older})
+        results.add("c", about | {"arm": "loka", "speedup": 5 / 3, "baseline_shares": newer})
+        results.add("d", about | {"arm": "torchao.rowwise", "speedup": 1.5, "baseline_shares": None})
+        dense = make_tables(results).partition("the dense part alone")[2].partition("Where a")[0]
+        assert "| torchao.rowwise | fbgemm | loka |" in dense
+        assert "| wukong | base | 2048 |  | 2.00 | 2.00 |" in dense
 
     def test_the_ceiling_is_amdahls(self):
         assert ceiling({Kind.GEMM: 0.8, Kind.ELEMENTWISE: 0.1}) == pytest.approx(1 / (0.1 + 0.4))
