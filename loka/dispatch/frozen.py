@@ -34,6 +34,7 @@ class Frozen(nn.Module):
     bias: Tensor | None
     codes: Tensor
     scale: Tensor
+    _is_stale = False  # a weight was written whose dtype is no format of ours: it is cast when it has one again
 
     def __init__(self, module: PlannedLinear | FusedBlock, *, keep_weight: bool) -> None:
         super().__init__()
@@ -90,6 +91,8 @@ class Frozen(nn.Module):
         if codes is not None and codes.dtype != self.codes.dtype:  # they would be taken for values
             error_msgs.append(f"{prefix}codes are {codes.dtype}, and by this model's plan {self.codes.dtype}")
             return
+        if torch.__future__.get_swap_module_params_on_conversion():  # which takes no tensor that a kernel knows by weakref
+            self._buffers["codes"] = self.codes.clone()
         others = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, *others)
 
@@ -102,11 +105,11 @@ class Frozen(nn.Module):
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
         """Cast the weight that was kept again. Its codes are written where they lie."""
-        if not self.has_weight:
-            raise InvalidInput("this model was frozen without its high-precision weights: there is nothing to cast again")
-        for name, made in self._casts(self.weight.detach()).items():
-            if made is not None:
-                self.get_buffer(name).copy_(made)
+        self._is_stale = not is_format(self.weight.dtype)
+        if not self._is_stale:
+            for name, made in self._casts(self.weight.detach()).items():
+                if made is not None:
+                    self.get_buffer(name).copy_(made)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Frozen":
         """Casts move with the module, but a change of dtype would take codes for values: they stay what they are."""
@@ -115,10 +118,21 @@ class Frozen(nn.Module):
         for name, buffer in buffers.items():
             moved = self._buffers[name]
             assert moved is not None
-            self._buffers[name] = buffer.to(moved.device)
+            self._buffers[name] = torch.empty_like(buffer, device=moved.device) if buffer.is_meta else buffer.to(moved.device)
         if not self.has_weight:
             self._stand_in_for(self.weight.shape, fn(self.weight[:0]))
+        elif self._is_stale:
+            self.refresh_weight_casts()
         return self
+
+    @torch.inference_mode(False)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Buffers that were loaded or copied under inference_mode could not be written outside of it, nor have they versions,
+        by which a kernel knows that what it packed is still good."""
+        super().__setstate__(state)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.is_inference():
+                self._buffers[name] = buffer.clone()
 
 
 class FrozenLinear(Frozen):
@@ -145,8 +159,7 @@ class FrozenLinear(Frozen):
 
     def forward(self, input: Tensor) -> Tensor:
         self._require_servable(input)
-        is_taken = has_rows(input) and self.rows.take(input.numel() // self.in_features) and is_format(self.weight.dtype)
-        if self.has_weight and not is_taken:
+        if self.has_weight and not self._takes(input):
             return F.linear(input, self.weight, self.bias)
         require_rows(input)
         x_MK = as_read(input).reshape(-1, self.in_features)
@@ -156,6 +169,9 @@ class FrozenLinear(Frozen):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fprop={self.kernel}"
+
+    def _takes(self, input: Tensor) -> bool:
+        return has_rows(input) and is_format(self.weight.dtype) and self.rows.take(input.numel() // self.in_features)
 
     def _multiply(self, x_MK: Tensor) -> Tensor:
         vectors = None if self.features is None else TransformVectors(self.features, self.shift)
@@ -173,7 +189,6 @@ class FrozenBlock(Frozen):
         self.norm, self.activation, self.entry = block.norm, block.activation, block.entry
         self.chain, self.follows = block.chain, block.follows
         self.followers: tuple[FrozenBlock, ...] = ()
-        self._stored = block.weight.dtype
         self.why_reference = block.why_reference
         self._hold(block.weight)
 
@@ -211,5 +226,5 @@ class FrozenBlock(Frozen):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FrozenBlock":
         super()._apply(fn, recurse)
-        self.why_reference = why_not_here(self.codes.device, self._stored)
+        self.why_reference = why_not_here(self.codes.device, self.weight.dtype)
         return self

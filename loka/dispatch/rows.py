@@ -8,26 +8,26 @@ from loka.core.recipe import Format
 from loka.kernels.contract import Kernel
 from loka.kernels.operand import MOST_PADDING, padded_size
 
-_MOST = 2**30
+_SURELY_ENOUGH = 2**30  # a kernel that takes as many rows takes any number
 
 
 @dataclass(frozen=True)
 class RowLimits:
-    """M between ``least`` and ``most`` that pads well to every one of ``multiples``."""
+    """M between ``least`` and ``most``, if there is one, that pads well to every one of ``multiples``."""
 
     multiples: tuple[int, ...]
     least: int
-    most: int
+    most: int | None
 
     def take(self, m: int) -> bool:
-        if not self.least <= m <= self.most:
+        if m < self.least or (self.most is not None and m > self.most):
             return False
         return all(padded_size(m, multiple) <= MOST_PADDING * m for multiple in self.multiples)
 
 
 def row_limits(kernels: Mapping[Role, Kernel], k: int, n: int, out: Format, device: Device) -> RowLimits | str:
     """The rows that all of ``kernels`` take at a site of ``k`` by ``n``, or why one of them takes none."""
-    multiples, least, most = set(), 0, _MOST
+    multiples, least, most = set(), 0, _SURELY_ENOUGH
     for role, kernel in kernels.items():
         a, b = kernel.operands(role)
         multiples.add(max(a.contraction_multiple, b.contraction_multiple) if role is Role.WGRAD else a.outer_multiple)
@@ -35,7 +35,7 @@ def row_limits(kernels: Mapping[Role, Kernel], k: int, n: int, out: Format, devi
         if isinstance(limits, str):
             return limits
         least, most = max(least, limits[0]), min(most, limits[1])
-    return RowLimits(tuple(sorted(multiples - {1})), least, most)
+    return RowLimits(tuple(sorted(multiples - {1})), least, None if most == _SURELY_ENOUGH else most)
 
 
 def _rows_of(kernel: Kernel, role: Role, k: int, n: int, out: Format, device: Device) -> tuple[int, int] | str:
@@ -48,7 +48,10 @@ def _rows_of(kernel: Kernel, role: Role, k: int, n: int, out: Format, device: De
     if able is None:
         return f"{kernel.name} does not take {role} of {k}×{n}: {refusal(2048)}"
     least = _boundary(lambda m: refusal(m) is None, 0, able)
-    most = _MOST if refusal(_MOST) is None else _boundary(lambda m: refusal(m) is not None, able, _MOST) - 1
+    if refusal(_SURELY_ENOUGH) is None:
+        most = _SURELY_ENOUGH
+    else:
+        most = _boundary(lambda m: refusal(m) is not None, able, _SURELY_ENOUGH) - 1
     return (0 if least == 1 else least), most
 
 

@@ -26,18 +26,20 @@ class InsertNorm:
     functions = frozenset[str]()
 
     def concerns(self, place: Place) -> bool:
-        return isinstance(place.module, ACTIVATIONS) and bool(_blocks_in_front(place))
+        is_uncalled = not place.found.graph.calls_of(place.name)
+        return isinstance(place.module, ACTIVATIONS) and (is_uncalled or bool(_blocks_in_front(place)))
 
     def why_not(self, place: Place) -> str | None:
         if reason := why_not_this_type(place.module, *ACTIVATIONS):
             return reason
-        blocks = _blocks_in_front(place)
+        blocks, graph = _blocks_in_front(place), place.found.graph
+        if not graph.calls_of(place.name):
+            return "is not called, as far as can be seen: pass example=, with which forward runs all that is to be changed"
         widths = sorted({block.out_features for block in blocks})
         if any(block.is_head for block in blocks):
             return f"stands behind the prediction head {next(block.site for block in blocks if block.is_head)}"
         if len(widths) > 1:
             return f"serves layers of widths {', '.join(map(str, widths))}: give each an activation of its own"
-        graph = place.found.graph
         if place.name in graph.read_past:
             return "works in place, and forward goes on with what it was given: go on with what it gives"
         sites = {block.site for block in blocks}

@@ -9,7 +9,7 @@ from loka.kernels.device import device_of
 from loka.kernels.providers.triton import READS, missing_triton
 from loka.kernels.triton.tiles import WIDEST_TILE, NormBlocks
 from loka.nn.block_norm import BlockNorm
-from loka.numerics.formats import format_of
+from loka.numerics.formats import format_of, is_format
 
 # By exact type: a subclass may compute something else.
 _ACTIVATIONS: dict[type, str] = {nn.Hardswish: "hard_swish", nn.ReLU: "relu", nn.Identity: "none", type(None): "none"}
@@ -79,6 +79,6 @@ def why_not_here(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the fused kernels cannot run a model of ``dtype`` on ``device``, or None."""
     if reason := missing_triton(device_of(device)):
         return reason
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or format_of(dtype) not in READS:
+    if not is_format(dtype) or format_of(dtype) not in READS:
         return f"reads {', '.join(READS)}, not {dtype}"
     return None

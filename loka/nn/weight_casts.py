@@ -90,10 +90,12 @@ def leave_as_it_is(module: nn.Module) -> None:
 
 def refresh(model: nn.Module) -> None:
     """Cast all weights of ``model`` again: for those changed by other means than ``torch.optim`` or ``load_state_dict``."""
-    for module in model.modules():
-        cast_again = getattr(module, "refresh_weight_casts", None)  # also of a layer that was frozen, and holds its weight
-        if callable(cast_again):
-            cast_again()
+    casting = [module for module in model.modules() if callable(getattr(module, "refresh_weight_casts", None))]
+    having = [module for module in casting if getattr(module, "has_weight", True)]  # one that was frozen may have none
+    if casting and not having:
+        raise InvalidInput("this model was frozen without its high-precision weights: there is nothing to cast again")
+    for module in having:
+        module.refresh_weight_casts()  # pyrefly: ignore[not-callable]
 
 
 def holders_behind_steps(model: nn.Module, *, in_step: Callable[[Tensor], bool]) -> list[HoldsWeightCasts]:
@@ -173,18 +175,25 @@ def move_held(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 @torch.no_grad()
 def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
-    """Hold ``casts``. One that is there is written in place: captured graphs see the new values."""
+    """Hold ``casts``. One that is there is written in place: captured graphs see the new values. On the CPU, where that can be
+    asked at once, casts that came out as they were are not written: a backward pass to come may read them, and what a kernel
+    has packed of them is found by their versions."""
     there, weight = held(module), module.weight
     shared = isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.is_shared()  # and what is made of it
-    for name, cast in casts.items():
-        old = there.get(_CASTS + name)
-        cast = cast.share_memory_() if shared else cast
-        if old is None or _kind_of(old) != _kind_of(cast):
-            hold(module, _CASTS + name, cast)
-            _rewrites.pop(module, None)  # it would keep alive what lay there before
-        else:
-            old.copy_(cast)
+    casts = {_CASTS + name: cast.share_memory_() if shared else cast for name, cast in casts.items()}
+    if not all(name in there and _is_same_on_cpu(there[name], cast) for name, cast in casts.items()):
+        for name, cast in casts.items():
+            old = there.get(name)
+            if old is None or _kind_of(old) != _kind_of(cast):
+                hold(module, name, cast)
+                _rewrites.pop(module, None)  # it would keep alive what lay there before
+            else:
+                old.copy_(cast)
     _note_cast_of(module)
+
+
+def _is_same_on_cpu(old: Tensor, cast: Tensor) -> bool:
+    return cast.device.type == "cpu" and _kind_of(old) == _kind_of(cast) and torch.equal(old, cast)
 
 
 def _kind_of(cast: Tensor) -> tuple[object, ...]:
@@ -277,9 +286,12 @@ def _versions_kept_if_unmoved(holder: Any) -> AbstractContextManager[None]:
 
 
 def versions_kept_if_unwritten(holder: Any) -> AbstractContextManager[None]:
-    """The same, if nobody is known to have written it: ``model.to(device)`` of a model that lies there casts it again too."""
+    """The same, if nobody is known to have written it: ``model.to(device)`` of a model that lies there casts it again too. On
+    the CPU ``store_casts`` knows better, and by versions a kernel knows what it must pack again."""
     known: _CastOf | None = vars(holder).get(CAST_OF)
     weight = holder._parameters.get("weight")
     if known is None or weight is None or known.weight is not weight or known.mark != _mark_of(weight):
+        return nullcontext()
+    if weight.device.type == "cpu":
         return nullcontext()
     return torch.autograd._unsafe_preserve_version_counter(tuple(held(holder).values()))

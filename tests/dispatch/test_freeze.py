@@ -27,7 +27,7 @@ DYNAMIC = dict.fromkeys(("bottom", "top.0", "top.2"), SiteKernels.same("onednn.i
 
 @pytest.mark.parametrize("kernels", [MIXED, DYNAMIC], ids=["training plan", "serving plan"])
 def test_what_is_applied_and_frozen_in_inference_mode_runs_and_loads_outside(kernels: dict) -> None:
-    model, other = tower(), tower()
+    model, other = tower(), tower(1)
     with torch.inference_mode():
         loka.apply_plan(model, plan_for(model, kernels, goal=Goal.SERVING if kernels is DYNAMIC else Goal.TRAINING))
         loka.freeze(model)

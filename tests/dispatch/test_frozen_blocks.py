@@ -109,3 +109,13 @@ def test_dropped_weights_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [weakref.ref(model.get_submodule(site).weight) for site in ("0", "3", "6")]
     loka.freeze(model, drop_high_precision=True)
     assert [weight() for weight in weights] == [None] * 3
+
+
+def test_in_float64_frozen_blocks_run_in_high_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model = blocks()
+    plain = copy.deepcopy(model)
+    loka.restore(plain)
+    loka.freeze(model)
+    x_MK = torch.randn(20, 32, dtype=torch.float64)
+    torch.testing.assert_close(model.double()(x_MK), plain.double()(x_MK))

@@ -289,3 +289,21 @@ def test_an_activation_in_place_whose_input_is_read_behind_it(goes_on: str, with
     why = {"insert_norm act": "works in place, and forward goes on with what it was given: go on with what it gives"}
     assert reasons(report) == (why if with_example else {})  # a trace shows two that read the layer
     assert torch.equal(model(x), expected)
+
+
+def test_insert_norm_names_activations_that_the_example_did_not_reach() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(16, 32), nn.Linear(32, 1)
+            self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+
+        def forward(self, x: Tensor, task: int) -> Tensor:
+            return self.head(self.experts[task](self.first(x).tanh()))
+
+    model = Experts()
+    report = loka.apply_mods(model, ["insert_norm"], example=(torch.randn(4, 16), 0))
+    assert changed(report) == ["insert_norm experts.0.1"]
+    assert {name: why.partition(":")[0] for name, why in reasons(report).items()} == {
+        "insert_norm experts.1.1": "is not called, as far as can be seen"
+    }

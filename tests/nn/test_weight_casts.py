@@ -182,6 +182,16 @@ def test_so_are_those_of_compiled_functional_calls() -> None:
         assert (run(weight, x) - x @ weight.t()).norm() < 0.1 * (x @ weight.t()).norm()
 
 
+@pytest.mark.parametrize("kernel", ["onednn.int8", "reference.rowwise"])
+@torch.no_grad()
+def test_an_ensemble_of_models_is_run_by_vmap(kernel: str) -> None:
+    modules = [loka.LokaLinear(32, 24, kernels=SiteKernels.same(kernel)) for _ in range(3)]
+    parameters, _ = torch.func.stack_module_state(modules)
+    x = torch.randn(8, 32)
+    found = torch.vmap(lambda own: torch.func.functional_call(modules[0], own, (x,)))(parameters)
+    torch.testing.assert_close(found, torch.stack([module(x) for module in modules]))
+
+
 def test_a_weight_can_be_swapped() -> None:
     layer, x = _layer(Transform.NONE), torch.randn(10, 32)
     other = nn.Parameter(torch.randn(48, 32))
@@ -236,6 +246,26 @@ class TestTheyFollowTheWeight:
     def test_adamw_fused_or_not(self, kernels: SiteKernels, fused: bool) -> None:
         module = loka.LokaLinear(32, 24, kernels=kernels)
         self.step(module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused))
+        assert self.is_current(module)
+
+    @pytest.mark.parametrize("kernel", ["onednn.int8", "onednn.int8_tensorwise", "onednn.int8_dynamic"])
+    def test_where_gradients_are_cleared_within_the_step(self, kernel: str) -> None:
+        """By which nothing can be told of whether it moved the weight; nor by its version, which fused steps leave alone."""
+        kernels = SiteKernels(fprop=kernel, dgrad="onednn.int8", wgrad="onednn.int8")
+        module = loka.LokaLinear(32, 24, kernels=kernels)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=True)
+        optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.zero_grad())
+        for _ in range(3):
+            self.step(module, optimizer)
+            assert self.is_current(module)
+
+    @pytest.mark.parametrize("kernel", ["onednn.int8", "onednn.int8_dynamic"])
+    def test_a_weight_that_grew_as_a_whole(self, kernel: str) -> None:
+        """Its codes are what they were, and their scales are not, which kernels may have packed with them."""
+        module = loka.LokaLinear(32, 24, kernels=SiteKernels(fprop=kernel, dgrad="onednn.int8", wgrad="onednn.int8"))
+        module(torch.randn(8, 32))
+        module.weight.data.mul_(4)
+        loka.refresh(module)
         assert self.is_current(module)
 
     def test_an_optimizer_of_other_weights_costs_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,14 @@ def _cast(x: Tensor, spec: OperandSpec) -> Operand:
         scale = scale_from_amax(torch.maximum(highest, -lowest).float().view(-1, 1), Format.INT8)
     # No clamp: |x| ≤ 127 scales. A NaN scale leaves codes undefined, and makes whatever they are NaN.
     codes = torch.div(x, scale).round_().to(torch.int8).contiguous()
-    if spec.layout is Layout.ONEDNN and not torch.compiler.is_compiling():  # a traced graph packs when it multiplies
+    if spec.layout is Layout.ONEDNN and not _is_packed_late(codes):
         _PACKED_FOR_INT8.get(codes)
     return Operand(codes, scale, x.shape[0], x.shape[1], spec)
+
+
+def _is_packed_late(codes: Tensor) -> bool:
+    """Where they are multiplied: in a traced graph, of each model that vmap goes over, and where nothing packed is kept."""
+    return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(codes) or codes.is_inference()
 
 
 def _extremes_of_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -180,7 +185,9 @@ class _PackedCache(Generic[Packed]):
         self._entries = WeakTensorKeyDictionary()
 
     def get(self, codes: Tensor, *details: Tensor) -> Packed:
-        version = 0 if codes.is_inference() else codes._version  # such codes were made for one call
+        if codes.is_inference():  # and has no version: whether it was written since, nobody can tell
+            return self._pack(codes, *details)
+        version = codes._version
         entry = self._entries.get(codes)
         if entry is None or entry[0] != version:
             entry = (version, self._pack(codes, *details))

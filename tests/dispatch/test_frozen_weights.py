@@ -1,0 +1,129 @@
+"""A frozen model whose weights or codes are written, loaded or moved in unusual ways serves what it holds, or says why not."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from plans import batch, plan_for, tower
+from torch import nn
+
+import loka
+from loka.core.errors import InvalidInput
+from loka.core.plan import Goal
+from loka.kernels.executor import SiteKernels
+
+KERNELS = ["onednn.int8", "onednn.int8_dynamic"]
+SITES = ("bottom", "top.0", "top.2")
+
+
+def frozen(model: nn.Module, kernel: str, *, drop: bool) -> nn.Module:
+    loka.apply_plan(model, plan_for(model, dict.fromkeys(SITES, SiteKernels.same(kernel)), goal=Goal.SERVING))
+    loka.freeze(model, drop_high_precision=drop)
+    return model
+
+
+def loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("again", [loaded, copy.deepcopy])
+def test_one_that_was_copied_in_inference_mode_serves_what_is_loaded_into_it(
+    again: Callable[[nn.Module], nn.Module], kernel: str, drop: bool
+) -> None:
+    newer, x = frozen(tower(1), kernel, drop=drop), batch(17)
+    expected = newer(x)
+    with torch.inference_mode():
+        copied = again(frozen(tower(), kernel, drop=drop))
+        assert not torch.equal(copied(x), expected)
+        copied.load_state_dict(newer.state_dict())
+        assert torch.equal(copied(x), expected)
+    assert torch.equal(copied(x), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_codes_of_no_version_are_packed_anew(kernel: str) -> None:
+    """As in an exported program that was loaded in inference mode: nobody can tell whether they were written."""
+    model, newer, x = frozen(tower(), kernel, drop=True), frozen(tower(1), kernel, drop=True), batch(17)
+    with torch.inference_mode():
+        for name, buffer in list(model.named_buffers()):
+            model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.clone()
+        assert not torch.equal(model(x), newer(x))
+        model.load_state_dict(newer.state_dict())
+        assert torch.equal(model(x), newer(x))
+
+
+def test_weights_that_were_kept_are_refreshed_beside_those_that_were_dropped() -> None:
+    class ReadsOne(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(24, 32), nn.Linear(32, 32), nn.Linear(32, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.second(self.first(x).relu()).relu()) + 1e-6 * self.second.weight.square().sum()
+
+    model = ReadsOne()
+    plan = plan_for(model, dict.fromkeys(("first", "second"), SiteKernels.same("onednn.int8")), goal=Goal.SERVING)
+    negative = copy.deepcopy(model)
+    with torch.no_grad():
+        negative.second.weight.neg_()
+    for one in (model, negative):
+        loka.apply_plan(one, plan)
+        loka.freeze(one, drop_high_precision=True)
+    x = batch(17)
+    model.second.weight.data.neg_()
+    assert not torch.equal(model(x), negative(x))
+    loka.refresh(model)
+    assert torch.equal(model(x), negative(x))
+
+
+def test_where_all_were_dropped_there_is_nothing_to_refresh() -> None:
+    with pytest.raises(InvalidInput, match="there is nothing to cast again"):
+        loka.refresh(frozen(tower(), "onednn.int8", drop=True))
+
+
+def test_weights_loaded_in_float64_are_cast_when_they_have_a_format_again() -> None:
+    plain, x = tower(1), batch(17)
+    model, other = frozen(tower(), "onednn.int8", drop=False).double(), frozen(copy.deepcopy(plain), "onednn.int8", drop=False)
+    model.load_state_dict(plain.double().state_dict())
+    torch.testing.assert_close(model(x.double()), plain(x.double()))
+    assert torch.equal(model.float()(x), other(x))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("kernel", [*KERNELS, "onednn.int8_tensorwise"])
+def test_it_is_exported_for_any_number_of_rows(kernel: str, drop: bool) -> None:
+    model = frozen(tower(), kernel, drop=drop)
+    exported = torch.export.export(model, (batch(17),), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()
+    for rows in (1, 2, 40):
+        torch.testing.assert_close(exported(batch(rows)), model(batch(rows)))
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_it_loads_where_tensors_are_swapped(swapping: None, assign: bool) -> None:
+    model, newer, x = frozen(tower(), "onednn.int8", drop=True), frozen(tower(1), "onednn.int8", drop=True), batch(17)
+    assert not torch.equal(model(x), newer(x))
+    model.load_state_dict(newer.state_dict(), assign=assign)
+    assert torch.equal(model(x), newer(x))
+
+
+def test_it_comes_back_from_the_meta_device_and_is_filled() -> None:
+    source, x = frozen(tower(), "onednn.int8", drop=True), batch(17)
+    state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
+    expected = source(x)
+    filled = source.to("meta").to_empty(device="cpu")
+    filled.load_state_dict(state)
+    assert torch.equal(filled(x), expected)
