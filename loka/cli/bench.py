@@ -121,5 +121,7 @@ def _reasons(rows: "Iterable[GemmMeasurement]") -> str:
 def _paired(
     rows: "list[GemmMeasurement]", baseline: str, kernel: str, role: Role
 ) -> "list[tuple[GemmMeasurement, GemmMeasurement]]":
-    base = {row.site: row for row in rows if row.kernel == baseline and row.role is role}
-    return [(row, base[row.site]) for row in rows if row.kernel == kernel and row.role is role and row.whole]
+    """Rows of ``kernel`` with the baseline's, at shapes where both could be timed."""
+    base = {row.site: row for row in rows if row.kernel == baseline and row.role is role and row.whole}
+    timed = [row for row in rows if row.kernel == kernel and row.role is role and row.whole]
+    return [(row, base[row.site]) for row in timed if row.site in base]

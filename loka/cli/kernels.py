@@ -120,7 +120,8 @@ def _measured_table(rows: "list[GemmMeasurement]", baseline: str, title: str) ->
         casts_us = sum(time for tensor, time in row.cast_us.items() if tensor is not TensorName.W)
         times = [microseconds(time) for time in (casts_us, row.gemm.median_us, row.whole.median_us)]
         errors = [f"{row.error.relative_rms:.4f}", f"{row.error.mere_floored:.4f}"]
-        table.add_row(row.kernel, row.role, *errors, *times, f"{base[row.role] / row.whole.median_us:.2f}")
+        faster = f"{base[row.role] / row.whole.median_us:.2f}" if row.role in base else "–"
+        table.add_row(row.kernel, row.role, *errors, *times, faster)
     return table
 
 

@@ -123,7 +123,7 @@ def values_at(values_LD: "Tensor", z_MD: "Tensor") -> "Tensor":
     low_MD, high_MD = values_LD.gather(0, below_MD), values_LD.gather(0, below_MD + 1)
     part_MD = position_MD - below_MD
     part_MD = torch.where((low_MD == 0) == (high_MD == 0), part_MD, part_MD.round())
-    return low_MD + part_MD * (high_MD - low_MD)
+    return _between(low_MD, high_MD, part_MD)
 
 
 def shifts_for(values_LD: "Tensor", mean_D: "Tensor") -> "Tensor":

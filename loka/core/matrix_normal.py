@@ -10,6 +10,7 @@ Axes:  N out_features,  K in_features.
 
 from typing import TYPE_CHECKING
 
+from loka.core.errors import InvalidInput
 from loka.core.moments import State
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 WIDEST = 2048  # features of a side: a snapshot takes their third power in operations
 DECAY = 0.98  # of what is known, at each snapshot, once there are 1/(1 − DECAY) of them
 _EPSILON = 1e-6  # of the mean variance
+_TRIES = 20  # each with ten times the ε of the one before
 
 
 def fits(n: int, k: int) -> bool:
@@ -39,7 +41,8 @@ def observe_weight(state: State | None, weight_NK: "Tensor", decay: float = DECA
     n, k = weight_NK.shape
     if state is None:
         one = torch.ones((), dtype=torch.float64, device=weight_NK.device)
-        spread = {"u_NN": torch.eye(n, device=weight_NK.device), "v_KK": torch.zeros(k, k, device=weight_NK.device)}
+        like = {"dtype": torch.float32, "device": weight_NK.device}
+        spread = {"u_NN": torch.eye(n, **like), "v_KK": torch.zeros(k, k, **like)}
         return {"count": one, "mean_share": one.clone(), "mean_NK": weight_NK.clone(), **spread}
     # Of an average over n snapshots, in which the newest has 1/n, to an exponential one as more come in.
     new = (1 / (state["count"] + 1)).clamp(min=1 - decay)
@@ -64,7 +67,8 @@ def observe_weight(state: State | None, weight_NK: "Tensor", decay: float = DECA
     whitened_NK = torch.linalg.solve_triangular(_factor(u_NN), centered_NK, upper=False)
     v_KK = _smooth(v_KK, whitened_NK.t() @ whitened_NK / n, new)
     scale = u_NN.trace() / n
-    return {**updated, "u_NN": (u_NN / scale).float(), "v_KK": (v_KK * scale).float()}
+    spread = {"u_NN": (u_NN / scale).float(), "v_KK": (v_KK * scale).float()}
+    return {**updated, **spread} if all(part.isfinite().all() for part in spread.values()) else state
 
 
 def merge_matrix_normals(a: State, b: State) -> State:
@@ -99,8 +103,9 @@ def _factor(covariance: "Tensor") -> "Tensor":
     size = covariance.shape[0]
     epsilon = _EPSILON * covariance.trace() / size
     identity = torch.eye(size, dtype=covariance.dtype, device=covariance.device)
-    factor, failed = torch.linalg.cholesky_ex(covariance + epsilon * identity)
-    while failed:
-        epsilon = 10 * epsilon
+    for _ in range(_TRIES):
         factor, failed = torch.linalg.cholesky_ex(covariance + epsilon * identity)
-    return factor
+        if not failed:
+            return factor
+        epsilon = 10 * epsilon
+    raise InvalidInput("the spread of a weight over time is no covariance: it holds NaN or infinity, or nothing but zeros")

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -21,6 +22,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, package: str | None = None) -> None:
         self._kind = kind
         self._unread = package
+        self._is_loading, self._lock = False, threading.RLock()
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
@@ -63,7 +65,17 @@ class Registry(Generic[T]):
         return len(self.names())
 
     def _load(self) -> None:
-        if self._unread is not None:
-            name, self._unread = self._unread, None
-            for module in pkgutil.iter_modules(importlib.import_module(name).__path__, f"{name}."):
-                importlib.import_module(module.name)
+        """Import what registers entries. Who asks meanwhile waits, but for those very modules, and an import that failed is
+        tried again: never are some of the entries taken for all."""
+        if self._unread is None:
+            return
+        with self._lock:
+            if self._unread is None or self._is_loading:
+                return
+            self._is_loading = True
+            try:
+                for module in pkgutil.iter_modules(importlib.import_module(self._unread).__path__, f"{self._unread}."):
+                    importlib.import_module(module.name)
+                self._unread = None
+            finally:
+                self._is_loading = False

@@ -271,8 +271,9 @@ class _Trial:
         return 1e6 * (self._now() - start) / len(self.batches)
 
     def _now(self) -> float:
-        if device_of_sites(self.model).type == "cuda":
-            torch.cuda.synchronize()
+        device = device_of_sites(self.model)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
 

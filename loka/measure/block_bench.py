@@ -83,13 +83,13 @@ def measure_blocks(
 ) -> Iterator[BlockMeasurement]:
     """The same at many shapes. Compiling is most of the time: with ``workers`` that many processes do it side by side."""
     prepare = partial(prepare_block, device=device, ways=tuple(ways))
+
+    def lost(site: SiteShape, error: WorkerLost) -> BlockMeasurement:
+        return BlockMeasurement(site, {}, {}, {}, why_not=dict.fromkeys(ways, str(error)))
+
     if workers:
-        return prepared_side_by_side(sites, prepare, measure_block, workers=workers, limit_s=READY_LIMIT_S, lost=_lost)
+        return prepared_side_by_side(sites, prepare, measure_block, workers=workers, limit_s=READY_LIMIT_S, lost=lost)
     return (measure_block(prepare(site)) for site in sites)
-
-
-def _lost(site: SiteShape, error: WorkerLost) -> BlockMeasurement:
-    return BlockMeasurement(site, {}, {}, {}, why_not=dict.fromkeys(WAYS, str(error)))
 
 
 def limits_us(site: SiteShape, device_name: str) -> tuple[float | None, float | None]:

@@ -10,6 +10,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -47,13 +48,19 @@ def time_together(
 
     One that has taken ``budget_s`` drops out of the rounds that are left.
     """
-    timers = {name: _timer(candidate, device, turns) for name, candidate in candidates.items()}
-    samples: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            if sum(samples[name]) * turns < 1e6 * budget_s:
-                samples[name].append(timer() / turns)
+    with current_gpu(device):
+        timers = {name: _timer(candidate, device, turns) for name, candidate in candidates.items()}
+        samples: dict[str, list[float]] = {name: [] for name in timers}
+        for _ in range(rounds):
+            for name, timer in timers.items():
+                if sum(samples[name]) * turns < 1e6 * budget_s:
+                    samples[name].append(timer() / turns)
     return {name: Timing.of(values) for name, values in samples.items()}
+
+
+def current_gpu(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, streams, events and graphs are those of ``device``, if it is a GPU, and not of torch's current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def copies_past_cache(n_bytes: int, device: torch.device) -> int:

@@ -193,7 +193,10 @@ def _product(
     if not promoted or not _is_for_cublas(a_codes, n, k):
         assert a_scale is not None
         return gemm(a_codes, b_codes, a_scale, b_scale, m, n, k, out_dtype=out_dtype, promoted=promoted, b_factor=factor)
-    scale_m = torch.full((m, 1), factor, device=a_codes.device) if a_scale is None else factor * a_scale.reshape(m, 1)
+    if a_scale is None:
+        scale_m = torch.full((m, 1), factor, dtype=torch.float32, device=a_codes.device)
+    else:
+        scale_m = factor * a_scale.reshape(m, 1)
     scale_n = b_scale.reshape(1, -1).expand(1, n).contiguous()
     return torch._scaled_mm(a_codes[:, :k], b_codes[:, :k].t(), scale_m, scale_n, out_dtype=out_dtype, use_fast_accum=False)
 

@@ -13,17 +13,20 @@ Precision = Literal["highest", "high", "medium"]  # FP32; TF32; and as coarse as
 def float32_products(precision: Precision) -> Iterator[None]:
     """``torch.set_float32_matmul_precision`` for the block."""
     # Written through the older of torch's two interfaces, which sets both: inductor reads that one and fails when they differ
-    # (pytorch/pytorch#166387). Read through the newer, which never raises.
-    before = _current()
+    # (pytorch/pytorch#166387). Read through the newer, which never raises, and may have said more of each backend.
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]
+    before = [backend.fp32_precision for backend in backends]
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(_in_one_word(*before))
+        for backend, own in zip(backends, before, strict=True):
+            if backend.fp32_precision != own:
+                backend.fp32_precision = own
 
 
-def _current() -> Precision:
-    if torch.backends.cuda.matmul.fp32_precision != "tf32":
+def _in_one_word(of_cuda: str, of_cpu: str) -> Precision:
+    if of_cuda != "tf32":
         return "highest"
-    of_cpu = torch.backends.mkldnn.matmul.fp32_precision  # pyrefly: ignore[missing-attribute]
     return "medium" if of_cpu == "bf16" else "high"

@@ -172,13 +172,14 @@ def profile_calls(
     profiled: int,
 ) -> StepProfile:
     """Time ``timed`` calls, launched one after another, then profile a few more."""
+    device = next(model.parameters()).device
 
     def run(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
             call()
-        if next(model.parameters()).is_cuda:
-            torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
     run(warmup)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loka.measure.timing import Timing
+from loka.measure.timing import Timing, current_gpu
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ def step_timer(step: Callable[[], object], device: torch.device) -> StepTimer:
     if device.type != "cuda":
         return StepTimer(lambda: _host_time(step), is_graph=False)
     try:
-        graph = _capture(step)
+        with current_gpu(device):
+            graph = _capture(step)
     except RuntimeError:  # a host sync inside, or an allocation outside of the graph's pool
         torch.cuda.synchronize(device)
-        return StepTimer(lambda: _event_time(step), is_graph=False)
-    return StepTimer(lambda: _event_time(graph.replay), is_graph=True)
+        return StepTimer(lambda: _event_time(step, device), is_graph=False)
+    return StepTimer(lambda: _event_time(graph.replay, device), is_graph=True)
 
 
 def take_turns(timers: Mapping[str, StepTimer], *, rounds: int) -> dict[str, Timing]:
@@ -68,12 +69,13 @@ def _raising_on_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _event_time(step: Callable[[], object]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
+def _event_time(step: Callable[[], object], device: torch.device) -> float:
+    with current_gpu(device):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
     return 1e3 * start.elapsed_time(end)
 
 

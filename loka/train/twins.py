@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +30,12 @@ class Twin:
     run: Callable[[], object]
 
     @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
     def is_on_gpu(self) -> bool:
-        return next(self.model.parameters()).is_cuda
+        return self.device.type == "cuda"
 
 
 def compare_quality(
@@ -90,7 +95,7 @@ def _speedup_of(times: list[tuple[float, float]]) -> Estimate:
 
 def _time_us(twin: Twin) -> float:
     if twin.is_on_gpu:
-        return time_in_a_row_us(twin.run, CALLS_IN_A_ROW, torch.cuda.synchronize)
+        return time_in_a_row_us(twin.run, CALLS_IN_A_ROW, partial(torch.cuda.synchronize, twin.device))
     return time_in_a_row_us(twin.run, 1, lambda: None)
 
 

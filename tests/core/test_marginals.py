@@ -90,6 +90,13 @@ def test_values_at_both_ends_of_fp32_are_merged(size: float) -> None:
         assert values_LD[-1] == pytest.approx(size, rel=1e-6)
 
 
+def test_draws_between_the_ends_of_fp32_are_finite() -> None:
+    ends_LD = torch.tensor([[-3e38], [3e38]])
+    assert values_at(ends_LD, torch.linspace(-4, 4, 9)[:, None]).flatten().tolist() == pytest.approx(
+        [-3e38, *(3e38 * z / 3.5 for z in range(-3, 4)), 3e38], rel=1e-5, abs=1e32
+    )
+
+
 def test_merging_keeps_values_that_occur_again_and_again() -> None:
     """Zeros of 30 % to 70 % of the rows, by batch: half of all draws are exactly zero."""
     parts = [torch.rand(500, 1) * (torch.rand(500, 1) >= share) for share in (0.3, 0.5, 0.7)]

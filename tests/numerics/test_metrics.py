@@ -142,6 +142,12 @@ def test_misread_features_are_those_whose_cast_is_off_by_half_their_norm():
     assert float(silenced_share(x, quantize(x, Format.E4M3, Scaling.TENSORWISE))) == pytest.approx(2 / 4)
 
 
+def test_features_whose_cast_is_nan_are_misread():
+    x = torch.ones(20, 4)
+    q = quantize(x, Format.E4M3, Scaling.COLWISE)
+    assert float(misread_share(x, q._replace(scale=torch.full_like(q.scale, math.nan)))) == 1
+
+
 def test_poisoned_values_are_not_called_flushed():
     x = torch.tensor([[1.0, math.nan, 2.0], [1e-9, 1.0, 0.0]])
     assert float(flushed_share(x, quantize(x, Format.INT8, Scaling.ROWWISE))) == pytest.approx(1 / 4)

@@ -55,6 +55,21 @@ def test_a_planted_matrix_normal_is_recovered(decay: float, bound: float) -> Non
     assert float(state["u_NN"].trace()) == pytest.approx(N, rel=1e-5)
 
 
+def test_a_jump_past_what_fp32_can_hold_is_passed_over() -> None:
+    """Of a run that diverges: its spread, a square, would be infinite, and every snapshot behind it would ask for its root."""
+    mean_NK, u_NN, v_KK = planted()
+    weights = snapshots(mean_NK, u_NN, v_KK, 6)
+    state = learned(torch.cat([weights[:3], weights[:1] + 1e25, weights[3:]]))
+    expected = learned(weights)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_a_spread_that_is_no_covariance_is_refused() -> None:
+    state = learned(snapshots(*planted(), 3))
+    with pytest.raises(InvalidInput, match="is no covariance"):
+        draw_weight({**state, "v_KK": torch.full_like(state["v_KK"], torch.nan)}, torch.Generator())
+
+
 def test_two_snapshots_tell_the_spread_of_one_and_not_of_their_difference() -> None:
     """Of weights that are independent, whose difference has twice the variance."""
     spreads = []
