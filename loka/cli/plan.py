@@ -42,7 +42,7 @@ def plan(
         raise InvalidInput("--keep takes the names of sites or modules, or patterns of them, as the table shows them")
     made = make_plan(Survey.load(run), goal=goal, max_error=max_error, min_speedup=min_speedup, keep=keep or ())
     if site is not None:
-        _print_site(_site(made, site))
+        _print_site(_site(made, site), _conditions(made))
         return
     folder = file_in(run, "survey.json").parent
     path = made.save(folder)
@@ -57,16 +57,13 @@ def plan(
     in_code = f"loka.apply_plan(model, loka.Plan.load({str(folder)!r}))"
     out.print(f"Next: loka report {quote(str(folder))}, or in your code {in_code}", soft_wrap=True)
     by_us = f"loka train --model MODEL --plan {quote(str(path))} --steps 500"
-    out.print(f"For LoKA's own models: {by_us}   (why not another kernel: --site NAME)", soft_wrap=True)
+    out.print(f"For LoKA's own models: {by_us}   (why not another kernel: this command with --site NAME)", soft_wrap=True)
 
 
 def _table(made: "Plan") -> Table:
     """A site a line, a role a column: its kernel and error; the site's time in a step and the speed-up."""
     roles = list(made.sites[0].kernels)
-    limits = ", ".join(f"{role} {made.document.max_error[role]:g}" for role in roles)
-    document = made.document
-    title = f"{document.goal} on {document.environment.device}: error up to {limits}; at least {document.min_speedup:g}×"
-    table = plain_table(title, ["site", "in×out", *roles, "µs a step", "was", "×"])
+    table = plain_table(_conditions(made), ["site", "in×out", *roles, "µs a step", "was", "×"])
     for one in made.sites:
         times = [microseconds(one.time_us), microseconds(one.baseline_us), f"{one.speedup:.2f}"]
         table.add_row(one.site, f"{one.k}×{one.n}", *(_cell(one, role) for role in roles), *times)
@@ -90,8 +87,15 @@ def _site(made: "Plan", name: str) -> "SitePlan":
     return sites.get(name)
 
 
-def _print_site(one: "SitePlan") -> None:
+def _conditions(made: "Plan") -> str:
+    document = made.document
+    limits = ", ".join(f"{role} {document.max_error[role]:g}" for role in made.sites[0].kernels)
+    return f"{document.goal} on {document.environment.device}: error up to {limits}; at least {document.min_speedup:g}×"
+
+
+def _print_site(one: "SitePlan", conditions: str) -> None:
     out = console()
+    out.print(Text(conditions, "italic"))
     out.print(Text.assemble((one.site, "bold"), f" {one.k}×{one.n}: {one.reason}"))
     for role, choice in one.kernels.items():
         out.print(f"  {role}: {choice.kernel}: {choice.reason}", highlight=False)

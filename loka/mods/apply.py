@@ -20,7 +20,7 @@ from loka.nn.graph_run import record_run
 from loka.nn.held import refuse_held_in_lists
 from loka.nn.kept_state import left_as_it_was
 from loka.nn.stand_in import take_over, why_not_taken_over
-from loka.nn.unwrap import Example, arguments_of
+from loka.nn.unwrap import Arguments, Example, arguments_of
 
 
 def apply_mods(
@@ -28,7 +28,7 @@ def apply_mods(
     mods: Iterable[str] | None = None,
     *,
     keep: Iterable[str] = (),
-    example: Example | None = None,
+    example: Example | Arguments | None = None,
     dry_run: bool = False,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     retrain: bool = False,
@@ -100,7 +100,7 @@ def _optimizers(given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] |
     return optimizers
 
 
-def _run_in_both_modes(model: nn.Module, example: Example) -> None:
+def _run_in_both_modes(model: nn.Module, example: Example | Arguments) -> None:
     """As it trains and as it serves: torch's own modules take another way there."""
     with left_as_it_was(model):
         for training in (True, False):

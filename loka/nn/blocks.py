@@ -77,6 +77,7 @@ class Block:
     aliases: tuple[str, ...] = ()  # further names of the same module
     same_weight: tuple[str, ...] = ()  # other sites that hold the same weight
     read_by: str | None = None  # a function that reads its parameters without calling it
+    shared: str | None = None  # a norm or an activation behind it that runs elsewhere too, and so is not of the block
 
     @property
     def norm_module(self) -> str | None:
@@ -109,6 +110,8 @@ class Block:
             notes.append(f"shares its weight with {', '.join(self.same_weight)}")
         if self.read_by:
             notes.append(f"its parameters are read by {self.read_by}")
+        if self.shared:
+            notes.append(f"{self.shared} behind it runs elsewhere too: with one of its own it could run as a block")
         return tuple(notes)
 
 

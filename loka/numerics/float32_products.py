@@ -20,7 +20,7 @@ def float32_products(precision: Precision) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(_in_one_word(*before))
+        torch.set_float32_matmul_precision(_in_one_word(*map(str, before)))
         for backend, own in zip(backends, before, strict=True):
             if backend.fp32_precision != own:
                 backend.fp32_precision = own

@@ -65,13 +65,17 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
         stays = "no kernel is able and accurate enough"
         return Study(site, costs, stays, None, tuple(blocks), (*refused, *refused_blocks), qualified)
     stays = _why_stay(costs, option, limits) or _why_no_faster(blocks, option)
-    against = f"{costs.baseline_us:.4g} in high precision" if stays else f"{option.time_us:.4g} as chosen"
+    against = f"{_us(costs.baseline_us)} in high precision" if stays else f"{_us(option.time_us)} as chosen"
     for candidate in (c for candidates in leaders.values() for c in candidates):
         if stays or option.kernels[candidate.role] is not candidate:
             at_best_us = option.best_with_us[key_of(candidate)]
-            why = f"accurate enough, but with it the site takes at best {at_best_us:.4g} µs a step, {against}"
+            why = f"accurate enough, but with it the site takes at best {_us(at_best_us)} µs a step, {against}"
             refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
     return Study(site, costs, stays, option, tuple(blocks), (*refused, *slower, *refused_blocks), qualified)
+
+
+def _us(time_us: float) -> str:
+    return f"{time_us:.4g}" if time_us < 1000 else f"{time_us:,.0f}"
 
 
 def finer_forwards(study: Study, noise: float, limits: Limits) -> tuple[SiteOption, ...]:

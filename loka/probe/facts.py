@@ -93,7 +93,8 @@ def _both(one: Block, other: Block) -> Block:
 
 
 def _without(block: Block, shared: set[str]) -> Block:
-    return _alone(block) if shared.intersection(_modules_behind(block)) else block
+    found = next((module for module in _modules_behind(block) if module in shared), None)
+    return block if found is None else replace(_alone(block), shared=found)
 
 
 def _modules_behind(block: Block) -> list[str]:

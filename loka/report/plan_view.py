@@ -1,6 +1,8 @@
 """The plan as the page shows it: the map of sites, the table of kernels, and what was rejected."""
 
+import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
@@ -11,6 +13,7 @@ from loka.report.attempts import closest_attempt
 from loka.report.page_data import MapPoint, PlanRow, RejectedFor, Rejection, SiteMap
 from loka.report.words import number
 
+_NUMBER, _ANY = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"), "…"
 MOST_PLACES = 30  # sites named for one reason; the count says how many there are
 
 
@@ -109,13 +112,14 @@ def list_plan(plan: PlanDocument, survey: SurveyDocument | None) -> tuple[PlanRo
 
 
 def list_rejected(plan: PlanDocument) -> tuple[Rejection, ...]:
-    """Those with most to say first: what was tried and lost, before what cannot run here. Equal reasons are told once."""
-    places: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    """Those with most to say first: what was tried and lost, before what cannot run here. Reasons that are equal but for their
+    numbers are told once."""
+    places: dict[str, dict[str, list[tuple[str, str]]]] = defaultdict(lambda: defaultdict(list))
     for site in plan.sites:
         for refusal in site.refused:
             kernel = refusal.kernel if refusal.transform is Transform.NONE else f"{refusal.kernel} + {refusal.transform}"
             where = site.site if refusal.role is None else f"{site.site} {refusal.role}"
-            places[kernel][refusal.reason].append(where)
+            places[kernel][_NUMBER.sub(_ANY, refusal.reason)].append((refusal.reason, where))
     alike: dict[tuple[RejectedFor, ...], list[str]] = defaultdict(list)
     for kernel, reasons in places.items():
         alike[_most_frequent_first(reasons)].append(kernel)
@@ -126,6 +130,16 @@ def list_rejected(plan: PlanDocument) -> tuple[Rejection, ...]:
     return tuple(sorted(rejections, key=lambda rejection: (-len(rejection.reasons), -rejection.count, rejection.kernels)))
 
 
-def _most_frequent_first(reasons: dict[str, list[str]]) -> tuple[RejectedFor, ...]:
-    told = [RejectedFor(reason, len(where), tuple(where[:MOST_PLACES])) for reason, where in reasons.items()]
+def _most_frequent_first(reasons: dict[str, list[tuple[str, str]]]) -> tuple[RejectedFor, ...]:
+    told = []
+    for alike in reasons.values():
+        texts, where = zip(*alike, strict=True)
+        told.append(RejectedFor(_in_one(texts), len(where), where[:MOST_PLACES]))
     return tuple(sorted(told, key=lambda reason: (-reason.count, reason.reason)))
+
+
+def _in_one(texts: Sequence[str]) -> str:
+    """What sentences say that are equal but for their numbers; … for a number that is not the same in all."""
+    numbers = [same[0] if len(set(same)) == 1 else _ANY for same in zip(*map(_NUMBER.findall, texts), strict=True)]
+    words = _NUMBER.split(texts[0])
+    return "".join(word + number for word, number in zip(words, [*numbers, ""], strict=True))

@@ -98,7 +98,7 @@ def read_run(run: str | Path) -> Run:
         if made_from in models and part in models and part not in others and is_older(path / file, than=path / source):
             lacks(part, f"{file} is older than {source}: what is shown of it may be of an earlier one")
     if not training:
-        lacks("training", "there is no metrics.jsonl")
+        lacks("training", "there is no metrics.jsonl, which loka train writes of LoKA's own models")
     return Run(
         path,
         None if "record" in others else record,

@@ -15,6 +15,7 @@ from loka.core.record import Record
 from loka.core.workload import Workload
 from loka.mods.apply import apply_mods
 from loka.nn.kept_state import left_as_it_was
+from loka.nn.unwrap import Arguments
 from loka.probe.probe import Probe
 from loka.train.optim import RowWiseAdagrad, make_dense_optimizer
 
@@ -41,7 +42,7 @@ def probe_workload(
     model = workload.model.train()
     if mods:
         changes = apply_mods(model, mods, example=_first_call(workload))
-        progress.say(str(changes).partition("\n")[0])
+        progress.say(str(changes))
     probe = Probe(model, every=every)
     progress.say(f"memory of the Probe: {probe.memory}")
     optimizers: list[torch.optim.Optimizer] = []
@@ -112,12 +113,12 @@ def _make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [*optimizers, make_dense_optimizer(dense, LR, weight_decay=0.0)] if len(dense) else optimizers
 
 
-def _first_call(workload: Workload) -> tuple[Any, ...] | None:
-    """The arguments of the model's first call, where all of them are positional."""
-    calls: list[tuple[Any, ...] | None] = []
+def _first_call(workload: Workload) -> Arguments | None:
+    """The arguments of the model's first call."""
+    calls: list[Arguments] = []
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(None if kwargs else args)
+        calls.append(Arguments(args, kwargs))
 
     handle = workload.model.register_forward_pre_hook(remember, with_kwargs=True)
     try:

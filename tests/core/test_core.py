@@ -5,8 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -105,13 +105,14 @@ class TestRegistry:
         assert "fig" in registry  # and nothing is registered twice
         assert len(registry) == 2
 
-
     def test_who_asks_while_a_package_is_read_waits_for_all_of_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         package = tmp_path / "berries"
         package.mkdir()
-        (package / "__init__.py").write_text("from loka.core.registry import Registry\nBERRIES = Registry('berry', 'berries')\n")
+        (package / "__init__.py").write_text(
+            "from loka.core.registry import Registry\nBERRIES = Registry('berry', 'berries')\n"
+        )
         for name in ("bilberry", "raspberry"):
             text = f"import time, berries\nberries.BERRIES.add('{name}', 3)\ntime.sleep(0.2)\n"
             (package / f"{name}.py").write_text(text)
@@ -127,12 +128,14 @@ class TestRegistry:
         (package / "__init__.py").write_text(
             "from loka.core.registry import Registry\nNUTS, is_ready = Registry('nut', 'nuts'), False\n"
         )
-        (package / "acorn.py").write_text("import nuts\nif not nuts.is_ready:\n    raise OSError\nnuts.NUTS.add('acorn', 1)\n")
+        (package / "acorn.py").write_text(
+            "import nuts\nif not nuts.is_ready:\n    raise ZeroDivisionError\nnuts.NUTS.add('acorn', 1)\n"
+        )
         (package / "walnut.py").write_text("import nuts\nnuts.NUTS.add('walnut', 2)\n")
         monkeypatch.syspath_prepend(str(tmp_path))
         nuts = importlib.import_module("nuts")
         for _ in range(2):
-            with pytest.raises(OSError):
+            with pytest.raises(ZeroDivisionError):
                 nuts.NUTS.names()
         nuts.is_ready = True
         assert nuts.NUTS.names() == ["acorn", "walnut"]

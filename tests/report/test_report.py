@@ -173,6 +173,16 @@ class TestPlanRows:
             ("too wrong", 1, 1),
         ]
 
+    def test_refusals_that_differ_in_numbers_are_counted_as_one(self, survey) -> None:
+        """Or what is said of two sites alike would come before what holds for three, each by its own numbers."""
+        slow = [f"with it the site takes at best {time} µs a step, 90.5 as chosen" for time in ("1,200", "101.5", "95")]
+        refused = [Refusal("some", reason, Role.FPROP) for reason in (*slow, "a head of 8", "a head of 8")]
+        (told,) = (r for r in list_rejected(self.changed(survey, refused=tuple(refused))) if "some" in r.kernels[0])
+        assert [(reason.reason, reason.count, len(reason.where)) for reason in told.reasons] == [
+            ("with it the site takes at best … µs a step, 90.5 as chosen", 3, 3),
+            ("a head of 8", 2, 2),
+        ]
+
     def test_a_long_plan_shows_the_sites_with_most_time_and_counts_the_rest(self, big_run) -> None:
         page = gather_page(read_run(big_run(MOST_ROWS + 20)))
         out = io.StringIO()

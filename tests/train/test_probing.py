@@ -25,3 +25,25 @@ def test_a_table_that_the_first_batch_does_not_read_is_trained_later() -> None:
     record = probe_workload(loka.Workload(model, batches, lambda model, batch: model(*batch).square().mean()), steps=4, every=2)
     assert record.steps_seen == 4
     assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+class Branching(nn.Module):
+    """By tracing its data flow cannot be known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor, *, factor: float) -> Tensor:
+        x = 2 * x if x.sum() > 1e9 else x
+        return factor * self.head(self.second(self.norm(self.first(x)).relu()).relu())
+
+
+def test_mods_are_made_by_the_first_call_however_its_arguments_are_given() -> None:
+    workload = loka.Workload(Branching(), [torch.randn(8, 16)], lambda model, x: model(x, factor=0.5).square().mean())
+    probe_workload(workload, steps=1, every=1, mods=["no_bias", "block_norm"])
+    model = workload.model
+    assert isinstance(model.norm, loka.BlockNorm)
+    assert isinstance(model.second, nn.Linear)
+    assert model.second.bias is None

@@ -44,7 +44,7 @@ function showMissing(parts) {
 function showRejected(rejections) {
   find("#rejected").hidden = false;
   find("#rejected .list").replaceChildren(...rejections.map((rejection) => make("details", {},
-    make("summary", {}, make("span", { class: "mono" }, rejection.kernels.length > 2 ? `${rejection.kernels.length} kernels` : rejection.kernels.join(", ")), make("span", { class: "first" }, rejection.reasons[0].reason), make("span", { class: "count" }, `refused ${counted(rejection.count, "time")}`)),
+    make("summary", {}, make("span", { class: "mono" }, rejection.kernels.length > 2 ? `${rejection.kernels.length} kernels` : rejection.kernels.join(", ")), make("span", { class: "first" }, rejection.reasons.length > 1 ? "mostly: " : "", rejection.reasons[0].reason), make("span", { class: "count" }, `refused ${counted(rejection.count, "time")}`)),
     rejection.kernels.length > 2 ? make("p", { class: "mono where" }, rejection.kernels.join(", ")) : null,
     make("ul", {}, rejection.reasons.map((entry) => {
       const rest = entry.count - entry.where.length;
