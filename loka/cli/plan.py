@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loka.cli.tables import console, grouped_reasons, microseconds, plain_table
-from loka.core.files import file_in, is_older
+from loka.core.files import file_in
 from loka.core.gemm import Role
 from loka.planner.limits import MAX_ERROR, MIN_SPEEDUP
 
@@ -35,12 +35,14 @@ def plan(
     Example: loka measure run && loka plan run --goal serving --max-error 0.1
     """
     from loka.core.errors import InvalidInput
+    from loka.core.record_file import id_in
     from loka.core.survey import Survey
     from loka.planner.plan import make_plan
 
     if keep == []:
         raise InvalidInput("--keep takes the names of sites or modules, or patterns of them, as the table shows them")
-    made = make_plan(Survey.load(run), goal=goal, max_error=max_error, min_speedup=min_speedup, keep=keep or ())
+    survey = Survey.load(run)
+    made = make_plan(survey, goal=goal, max_error=max_error, min_speedup=min_speedup, keep=keep or ())
     if site is not None:
         _print_site(_site(made, site), _conditions(made))
         return
@@ -51,9 +53,9 @@ def plan(
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {made.total}", soft_wrap=True)
-    if is_older(folder / "survey.json", than=folder / "record.safetensors"):
-        newer = f"The record in {folder} is newer than the survey, and not what was planned for"
-        out.print(f"{newer}: loka measure {quote(str(folder))} measures it.", soft_wrap=True)
+    if survey.document.record and (there := id_in(folder)) and there != survey.document.record:
+        other = f"The survey in {folder} was measured on another record than the one that is there now"
+        out.print(f"{other}: loka measure {quote(str(folder))} measures that.", soft_wrap=True)
     in_code = f"loka.apply_plan(model, loka.Plan.load({str(folder)!r}))"
     out.print(f"Next: loka report {quote(str(folder))}, or in your code {in_code}", soft_wrap=True)
     by_us = f"loka train --model MODEL --plan {quote(str(path))} --steps 500"

@@ -28,6 +28,12 @@ def migrates(schema: str) -> Callable[[Migration], Migration]:
     return decorate
 
 
+def same_fields(*schemas: str) -> None:
+    """Files of ``schemas`` are read as those of the version behind each: what came new there has a default."""
+    for schema in schemas:
+        migrates(schema)(lambda fields: fields)
+
+
 def write_document(path: Path, schema: str, document: msgspec.Struct) -> None:
     """Write ``document`` indented, one field a line, so that two versions can be compared."""
     fields = {"schema": schema, **msgspec.to_builtins(document, str_keys=True)}

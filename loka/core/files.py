@@ -29,11 +29,6 @@ def file_in(run: str | os.PathLike[str], name: str) -> Path:
     return path / name
 
 
-def is_older(file: Path, *, than: Path) -> bool:
-    """Whether ``file`` was written before ``than``; False where there is no ``than``."""
-    return than.exists() and file.stat().st_mtime_ns < than.stat().st_mtime_ns
-
-
 @contextmanager
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; on success it replaces ``target``, on an exception it vanishes."""

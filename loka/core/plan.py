@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.documents import Fields, migrates, read_document, write_document
+from loka.core.documents import Fields, migrates, read_document, same_fields, write_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.estimate import Estimate
@@ -25,7 +25,12 @@ from loka.core.vectors import read_vectors, vectors_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.plan/4"
+SCHEMA = "loka.plan/5"
+same_fields(
+    "loka.plan/1",  # sites do not know how they would run with an exact forward: they are given back whole
+    "loka.plan/3",  # blocks cast their inputs
+    "loka.plan/4",  # it does not say of which Survey it is
+)
 
 
 class Goal(StrEnum):
@@ -154,6 +159,7 @@ class PlanDocument(Struct, frozen=True):
     min_speedup: float
     sites: tuple[SitePlan, ...]
     keep: tuple[str, ...] = ()
+    survey: str = ""  # the digest of what it was made from
 
     @property
     def high_precision(self) -> str:
@@ -242,12 +248,6 @@ class Plan:
         return plan
 
 
-@migrates("loka.plan/1")
-def _without_exact_forward(fields: Fields) -> Fields:
-    """Its sites do not know how they would run with an exact forward: they are given back whole."""
-    return fields
-
-
 @migrates("loka.plan/2")
 def _with_one_finer_forward(fields: Fields) -> Fields:
     """Its sites know of an exact forward alone."""
@@ -255,12 +255,6 @@ def _with_one_finer_forward(fields: Fields) -> Fields:
     if not isinstance(sites, list):
         return fields  # no plan: which reading it will tell
     return {**fields, "sites": [_with_list_of_finer(site) if isinstance(site, dict) else site for site in sites]}
-
-
-@migrates("loka.plan/3")
-def _without_entries(fields: Fields) -> Fields:
-    """Its blocks cast their inputs."""
-    return fields
 
 
 def _with_list_of_finer(site: Fields) -> Fields:

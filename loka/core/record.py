@@ -4,6 +4,7 @@ Axes:  M rows,  K in_features,  N out_features,  D = K + N + 1, a site's x and t
 """
 
 import dataclasses
+import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -237,6 +238,7 @@ class Record:
     findings: tuple[Finding, ...] = ()
     uncovered: tuple[str, ...] = ()  # linear layers, norms and activations that are function calls
     steps_seen: int = 0
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # by which a Survey says what it is of; "" in old files
 
     def __repr__(self) -> str:
         seen = f"{len(self.sites)} sites, {self.steps_seen:,} steps, {len(self.findings)} findings"
@@ -261,6 +263,7 @@ class Record:
             sites=_without_shared({name: site.merge(other.sites[name], share) for name, site in self.sites.items()}),
             uncovered=tuple(dict.fromkeys((*self.uncovered, *other.uncovered))),
             steps_seen=self.steps_seen + other.steps_seen,
+            id=uuid.uuid4().hex,
         )
 
     def save(self, run: str | Path) -> Path:

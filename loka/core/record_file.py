@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.documents import Fields, migrates, parse_document
+from loka.core.documents import parse_document, same_fields
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.files import atomic_path, file_in
@@ -19,7 +19,13 @@ from loka.core.vectors import write_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.record/5"
+SCHEMA = "loka.record/6"
+same_fields(
+    "loka.record/2",  # sites do not know of a norm in front of them
+    "loka.record/3",  # nor say that nothing can stand in for them: apply_plan will
+    "loka.record/4",  # weights are cast behind steps
+    "loka.record/5",  # it has no id
+)
 FILE = "record.safetensors"
 
 
@@ -35,6 +41,7 @@ class RecordDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rules: dict[str, Rule]  # of every statistic
     findings: tuple[Finding, ...]
     uncovered: tuple[str, ...]
+    id: str = ""
 
 
 def write_record(record: Record, run: str | Path) -> Path:
@@ -50,6 +57,7 @@ def write_record(record: Record, run: str | Path) -> Path:
         {name: statistic.rule for site in sites for name, statistic in site.statistics.items()},
         record.findings,
         record.uncovered,
+        record.id,
     )
     fields = {"schema": SCHEMA, **msgspec.to_builtins(document, str_keys=True)}
     path = Path(run) / FILE
@@ -75,25 +83,23 @@ def read_record(run: str | Path) -> Record:
         document.findings,
         document.uncovered,
         document.steps_seen,
+        document.id,
     )
 
 
-@migrates("loka.record/2")
-def _without_entries(fields: Fields) -> Fields:
-    """Its sites do not know of a norm in front of them."""
-    return fields
+def id_in(run: str | Path) -> str:
+    """The id of the Record in the folder ``run``, without its tensors; "" where none can be read, or an old one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(Path(run) / FILE, framework="pt") as file:
+            return msgspec.json.decode((file.metadata() or {}).get("document", "{}"), type=_Id).id
+    except (OSError, SafetensorError, msgspec.MsgspecError):
+        return ""
 
 
-@migrates("loka.record/3")
-def _without_stays(fields: Fields) -> Fields:
-    """Its sites do not say that nothing can stand in for them: apply_plan will."""
-    return fields
-
-
-@migrates("loka.record/4")
-def _without_steps(fields: Fields) -> Fields:
-    """Weights are cast behind steps."""
-    return fields
+class _Id(msgspec.Struct):
+    id: str = ""
 
 
 def _tensors(record: Record) -> "dict[str, Tensor]":

@@ -3,6 +3,7 @@
 Times are medians in µs by M, the rows of a call. A plan adds them up: the casts a choice of kernels needs, and its GEMMs.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loka.core.documents import Fields, migrates, read_document, write_document
+from loka.core.documents import read_document, same_fields, write_document
 from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.estimate import Estimate
@@ -24,7 +25,13 @@ from loka.core.vectors import read_vectors, vectors_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/5"  # 1 had no misread_backward: there is nothing to make it from
+SCHEMA = "loka.survey/6"  # 1 had no misread_backward: there is nothing to make it from
+same_fields(
+    "loka.survey/2",  # blocks cast their inputs
+    "loka.survey/3",  # sites do not say that nothing can stand in for them: apply_plan will
+    "loka.survey/4",  # weights are cast behind steps
+    "loka.survey/5",  # it does not say of which Record it is
+)
 GATE = "mere_floored"  # of a candidate's errors the one that plans are held to
 Times = dict[int, float]  # M → µs
 
@@ -136,6 +143,13 @@ class SurveyDocument(Struct, frozen=True):
     sites: tuple[SiteSurvey, ...]
     ceiling: Ceiling | None = None
     findings: tuple[str, ...] = ()
+    record: str = ""  # the id of what it was measured on
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits, by which a Plan tells what it was made from."""
+        as_read = msgspec.convert(msgspec.to_builtins(self, str_keys=True), SurveyDocument, str_keys=True)  # 1 is 1.0 there
+        return hashlib.sha256(msgspec.json.encode(as_read)).hexdigest()[:16]
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,21 +188,3 @@ class Survey:
             if not all(0 < calls < math.inf for calls in site.calls.values()):
                 raise InvalidFile(f"{path}: the calls of {site.site} are no numbers above 0. Make it again with `{made_by}`")
         return cls(document, read_vectors(path.with_suffix(".safetensors")))
-
-
-@migrates("loka.survey/4")
-def _without_steps(fields: Fields) -> Fields:
-    """Weights are cast behind steps."""
-    return fields
-
-
-@migrates("loka.survey/3")
-def _without_stays(fields: Fields) -> Fields:
-    """Its sites do not say that nothing can stand in for them: apply_plan will."""
-    return fields
-
-
-@migrates("loka.survey/2")
-def _without_entries(fields: Fields) -> Fields:
-    """Its blocks cast their inputs."""
-    return fields

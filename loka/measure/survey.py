@@ -133,6 +133,7 @@ def _measure(
         sites=tuple(surveyed[name] for name in record.sites),
         ceiling=ceiling,
         findings=tuple(f"{finding.site}: {finding.message}" for finding in record.findings),
+        record=record.id,
     )
 
 

@@ -47,6 +47,7 @@ def make_plan(
         min_speedup=limits.min_speedup,
         sites=sites,
         keep=patterns,
+        survey=survey.document.digest,
     )
     wanted = [name for site in sites if (name := vector_name(site))]
     missing = [name for name in wanted if name not in survey.vectors]

@@ -10,7 +10,6 @@ import msgspec
 
 from loka.core.comparison import HIGH, OTHER, PLANNED, TWINS, Comparison
 from loka.core.errors import InvalidFile, InvalidInput
-from loka.core.files import is_older
 from loka.core.plan import Plan, PlanDocument
 from loka.core.record import Record
 from loka.core.record_file import FILE as RECORD_FILE
@@ -93,10 +92,10 @@ def read_run(run: str | Path) -> Run:
         others.append("training")  # of the models that were compared
     for part in others:
         lacks(part, f"{PARTS[part][0]} is of another model than {PARTS[newest][0]}")
-    for made_from, part in (("record", "survey"), ("survey", "plan")):
-        file, source = PARTS[part][0], PARTS[made_from][0]
-        if made_from in models and part in models and part not in others and is_older(path / file, than=path / source):
-            lacks(part, f"{file} is older than {source}: what is shown of it may be of an earlier one")
+    if record and survey and "survey" not in others and record.id and survey.record not in ("", record.id):
+        lacks("survey", "survey.json was measured on another record than the one that is here")
+    if survey and plan and "plan" not in others and plan.survey not in ("", survey.digest):
+        lacks("plan", "plan.json was made from another survey than the one that is here")
     if not training:
         lacks("training", "there is no metrics.jsonl, which loka train writes of LoKA's own models")
     return Run(

@@ -359,7 +359,7 @@ def test_a_plan_from_before_finer_formats_is_read(saved: Path) -> None:
 
 def test_a_plan_from_before_exact_forwards_is_read(saved: Path) -> None:
     document = msgspec.json.decode(saved.read_bytes())
-    assert document["schema"] == "loka.plan/4"
+    assert document["schema"] == "loka.plan/5"
     for site in document["sites"]:
         site.pop("finer", None)
     older = saved.with_name("older.json")

@@ -1,8 +1,10 @@
-import os
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 from planned_survey import baseline, candidate, site, survey
+from safetensors.torch import save_file
 
 from loka.cli import app
 from loka.core.errors import InvalidFile, InvalidInput, UnknownName
@@ -46,14 +48,22 @@ def test_without_flags_it_plans_as_the_function_does(surveyed: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_record_that_was_not_measured_yet_is_told(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
-    record = surveyed / "record.safetensors"
-    record.touch()
-    for seconds, told in ((-10, False), (10, True)):
-        changed = (surveyed / "survey.json").stat().st_mtime + seconds
-        os.utime(record, (changed, changed))
-        run(f"plan {surveyed}")
-        assert ("newer than the survey" in capsys.readouterr().out) is told
+@pytest.mark.parametrize(("record", "told"), [('{"id": "one"}', False), ('{"id": "two"}', True), ("{}", False), ("no", False)])
+def test_a_record_that_was_not_measured_yet_is_told(
+    record: str, told: bool, surveyed: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """By its id alone, which older ones do not have."""
+    Survey(msgspec.structs.replace(Survey.load(surveyed).document, record="one")).save(surveyed)
+    save_file({"weight": torch.ones(1)}, surveyed / "record.safetensors", metadata={"document": record})
+    run(f"plan {surveyed}")
+    assert ("was measured on another record" in capsys.readouterr().out) is told
+
+
+def test_a_record_that_cannot_be_read_is_no_other_one(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    Survey(msgspec.structs.replace(Survey.load(surveyed).document, record="one")).save(surveyed)
+    (surveyed / "record.safetensors").write_bytes(b"half of it")
+    run(f"plan {surveyed}")
+    assert "another record" not in capsys.readouterr().out
 
 
 def test_it_explains_one_site_and_leaves_the_plan_as_it_is(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
@@ -78,7 +88,7 @@ def test_without_a_survey_it_says_how_to_get_one(tmp_path: Path) -> None:
         run(f"plan {tmp_path}")
 
 
-@pytest.mark.parametrize("older", ["loka.survey/2", "loka.survey/3", "loka.survey/4"])
+@pytest.mark.parametrize("older", [f"loka.survey/{version}" for version in range(2, 6)])
 def test_an_older_survey_is_planned_from(older: str, surveyed: Path) -> None:
     path = surveyed / "survey.json"
     now = make_plan(Survey.load(surveyed))

@@ -15,7 +15,7 @@ import loka
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.recipe import Format
 from loka.core.record import Finding, Record
-from loka.core.record_file import FILE, SCHEMA
+from loka.core.record_file import FILE, SCHEMA, id_in
 
 
 def make_model(width: int = 16) -> nn.Sequential:
@@ -389,3 +389,10 @@ def test_a_head_in_one_run_is_a_head_and_what_stays_in_one_stays(record: Record)
         site = merged.sites[name]
         assert (site.is_head, site.stays, site.stays_serving) == (True, "is a Scaled", "torch passes by it")
         assert merged.uncovered == ("linear",)
+
+
+def test_a_record_keeps_its_id_in_its_file_and_merged_is_another(record: Record, tmp_path: Path) -> None:
+    record.save(tmp_path)
+    assert Record.load(tmp_path).id == record.id == id_in(tmp_path)
+    assert record.merge(record).id != record.id
+    assert id_in(tmp_path / "nowhere") == ""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -152,6 +153,7 @@ def whole_run(tmp_path: Path, survey: Survey, comparison: Comparison, record: Re
     run = tmp_path / "run"
     run.mkdir()
     record.save(run)
+    survey = Survey(msgspec.structs.replace(survey.document, record=record.id))
     survey.save(run)
     make_plan(survey, goal=Goal.SERVING).save(run)
     comparison.save(run)

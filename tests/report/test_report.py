@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -337,12 +338,27 @@ class TestIncompleteRuns:
     def test_a_part_made_from_another_is_told(self, whole_run: Path, record) -> None:
         """Probed again behind the plan: the same model, other values."""
         assert gather_page(read_run(whole_run)).missing == ()
-        record.save(whole_run)
+        dataclasses.replace(record, id="another").save(whole_run)
         page = gather_page(read_run(whole_run))
         (told,) = page.missing
         assert (told.part, told.command) == ("survey", f"loka measure {whole_run}")
-        assert "survey.json is older than record.safetensors" in told.why
+        assert "survey.json was measured on another record" in told.why
         assert page.plan
+
+    def test_a_plan_of_another_survey_is_told(self, whole_run: Path, survey) -> None:
+        Survey(msgspec.structs.replace(survey.document, findings=("measured again",))).save(whole_run)
+        (told,) = gather_page(read_run(whole_run)).missing
+        assert (told.part, told.command) == ("plan", f"loka plan {whole_run}")
+        assert "plan.json was made from another survey" in told.why
+
+    def test_a_copied_run_is_whole(self, whole_run: Path, tmp_path: Path) -> None:
+        """Copies are as old as their turn."""
+        copied = tmp_path / "copied"
+        copied.mkdir()
+        for age, name in enumerate(("record.safetensors", "survey.json", "plan.json")):
+            shutil.copy(whole_run / name, copied)
+            os.utime(copied / name, (1e9 - age, 1e9 - age))
+        assert [part.part for part in gather_page(read_run(copied)).missing] == ["training"]
 
     def test_lines_without_examples_and_folders_in_place_of_files(self, whole_run: Path) -> None:
         file = whole_run / "twins" / "high" / "metrics.jsonl"

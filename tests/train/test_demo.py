@@ -124,7 +124,7 @@ def test_an_interrupted_demo_goes_on(whole: Path, tmp_path: Path, stop: int) -> 
         run_demo(TINY, tmp_path, Stage(steps=lambda: interrupted))
     run_demo(TINY, tmp_path)
     (older,) = read_run(tmp_path).missing
-    assert older.why.startswith("survey.json is older than record.safetensors")  # for it was copied
+    assert older.why.startswith("survey.json was measured on another record")  # for it was copied
     assert losses(tmp_path, "high") == losses(whole, "high")
 
 
