@@ -17,7 +17,7 @@ CANNOT = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBA
 
 
 def lock(file: int | IO[bytes], folder: Path) -> None:
-    """For this process, until it closes ``file``; refuses where another has it, in the name of the ``folder`` it stands for."""
+    """Lock ``file`` for this process until it is closed. Where another process holds it, raise, naming ``folder``."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -139,7 +139,7 @@ class SiteRecord(SiteFacts):
             raise InvalidInput(f"site {self.name} {seen} while the Probe looked: nothing is known of its values")
 
     def merge(self, other: "SiteRecord", share: float) -> "SiteRecord":
-        """Statistics of both; weights, and whatever can be of one alone, are this one's. ``share`` of the steps are its own."""
+        """The statistics of both; the weight and the bias are this one's. ``share`` is its part of all steps."""
         if (self.k, self.n) != (other.k, other.n):
             raise InvalidInput(f"site {self.name} is {self.k}×{self.n} in one record and {other.k}×{other.n} in the other")
         sizes = sorted(self.calls.keys() | other.calls.keys())

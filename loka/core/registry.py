@@ -1,6 +1,5 @@
 """Named things that are added by writing one file: kernels, casters, models, data sets, mods."""
 
-import difflib
 import importlib
 import pkgutil
 import threading
@@ -8,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from loka.core.errors import UnknownName
+from loka.core.names import did_you_mean
 
 T = TypeVar("T")
 
@@ -45,8 +45,7 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         self._load()
         if name not in self._entries:
-            close = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, self._entries)
             raise UnknownName(f"no {self._kind} is called {name!r}.{hint} Known: {', '.join(self.names())}")
         return self._entries[name]
 

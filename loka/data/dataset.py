@@ -3,7 +3,6 @@
 A data set is added by writing one file in this package that ends with ``DATASETS.add(name, Source(Options, Class))``.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 import torch
 
 from loka.core.errors import InvalidInput
+from loka.core.names import did_you_mean
 from loka.core.registry import Registry
 from loka.data.batch import Batch, FeatureSchema
 
@@ -94,9 +94,7 @@ def _check_names(owner: str, options_type: type[msgspec.Struct], options: Mappin
     known = {field.name: field.type for field in msgspec.structs.fields(options_type)}
     for option, value in options.items():
         if option not in known:
-            close = difflib.get_close_matches(option, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise InvalidInput(f"{owner} has no option {option!r}.{hint} Known: {', '.join(known)}")
+            raise InvalidInput(f"{owner} has no option {option!r}.{did_you_mean(option, known)} Known: {', '.join(known)}")
         nested = known[option]
         if isinstance(value, Mapping) and isinstance(nested, type) and issubclass(nested, msgspec.Struct):
             _check_names(f"{owner}, option {option!r},", nested, value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from loka.core.gemm import SiteShape
 from loka.core.recipe import Format
 from loka.measure.adam_steps import AdamSteps
-from loka.measure.timing import Candidate
+from loka.measure.timing import TimedCall
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_epilogue, block_reference
 from loka.nn.fused_block import FusedBlock
@@ -80,7 +80,7 @@ def autocast_for(block: FusedBlock, dtype: torch.dtype) -> AbstractContextManage
     return torch.autocast(block.weight.device.type, dtype, enabled=block.weight.dtype is not dtype)
 
 
-def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[str, Candidate]:
+def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[str, TimedCall]:
     """What is timed of a block, fused and as torch compiles it, by name. Turns rotate over ``copies`` of the block."""
     device, dtype, site = block.weight.device, torch_dtype(shape.dtype), shape.site
     blocks = [_copy(block).requires_grad_(shape.needs_dw) for _ in range(copies)]
@@ -120,7 +120,7 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
         y_MN = epilogue(z, block.norm, block.activation)
         return torch.autograd.grad(y_MN, z, dy_MN.to(y_MN.dtype))
 
-    calls: dict[str, Candidate] = {
+    calls: dict[str, TimedCall] = {
         "input_cast": partial(cast, transposed=False),
         "training_cast": partial(cast, transposed=shape.needs_dw),
         "forward": partial(forward, run=fused),
@@ -136,7 +136,7 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
     return calls
 
 
-def _weight_calls(shape: BlockShape, blocks: Sequence[FusedBlock]) -> dict[str, Candidate]:
+def _weight_calls(shape: BlockShape, blocks: Sequence[FusedBlock]) -> dict[str, TimedCall]:
     """The cast of the weight, once a step: behind it, or within one, beside which a step is timed that casts nothing."""
     if not (shape.cast_in_step and blocks[0].can_step()):
         return {"weight_cast": lambda turn: blocks[turn % len(blocks)].recast_after_step()}
@@ -147,7 +147,7 @@ def _weight_calls(shape: BlockShape, blocks: Sequence[FusedBlock]) -> dict[str, 
     }
 
 
-def _entry_calls(shape: BlockShape, entry_block: int, x_MK: Tensor) -> dict[str, Candidate]:
+def _entry_calls(shape: BlockShape, entry_block: int, x_MK: Tensor) -> dict[str, TimedCall]:
     """The norm in front of a block: into FP8 by our kernels, and as torch compiles it."""
     norm = BlockNorm(shape.site.k, entry_block)
     spec, compiled = norm_spec(norm), torch.compile(norm.forward, dynamic=False, fullgraph=True)

@@ -17,7 +17,7 @@ from loka.core.gemm import Role, SiteShape, TensorName
 from loka.kernels.contract import KERNELS, require
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
-from loka.measure.timing import Candidate, copies_past_cache
+from loka.measure.timing import TimedCall, copies_past_cache
 from loka.measure.torchao_peer import quantize_for_serving
 from loka.nn.block_norm import BlockNorm
 from loka.nn.block_reference import block_reference
@@ -34,8 +34,8 @@ DTYPE = torch.bfloat16
 class Way:
     """What is called in serving and in training, and the block as a function of x and the turn where autograd runs it."""
 
-    serving: Candidate | None
-    training: Candidate
+    serving: TimedCall | None
+    training: TimedCall
     forward: Callable[[Tensor, int], Tensor] | None = None
 
 

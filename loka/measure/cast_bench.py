@@ -10,7 +10,7 @@ from loka.kernels.casting import CASTERS, Caster, CastProblem
 from loka.kernels.operand import Form, OperandSpec
 from loka.kernels.triton.share import cast_by_rows
 from loka.measure.failure import told
-from loka.measure.timing import Candidate, copies_past_cache, time_together
+from loka.measure.timing import TimedCall, copies_past_cache, time_together
 from loka.numerics.scaling import STATIC_SCALE
 
 COPY, FBGEMM, COMPILED = "copy", "fbgemm rowwise", "torch.compile rowwise"
@@ -53,7 +53,7 @@ def measure_casts(rows: int, cols: int, device: torch.device) -> CastMeasurement
     casts[BY_ROWS] = _Cast(BY_ROWS, ())
     why_not = {name: reason for name, cast in casts.items() if (reason := cast.why_not(matrices[0]))}
     able = {name: cast for name, cast in casts.items() if name not in why_not}
-    calls: dict[str, Candidate] = {}
+    calls: dict[str, TimedCall] = {}
     for name, cast in able.items():
         calls[f"warm {name}"] = lambda turn, cast=cast: cast.run(matrices[0])
         calls[f"cold {name}"] = lambda turn, cast=cast: cast.run(matrices[turn % len(matrices)])

@@ -14,7 +14,7 @@ from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors
-from loka.measure.timing import Candidate, Timing, time_together
+from loka.measure.timing import TimedCall, Timing, time_together
 from loka.numerics.formats import format_of
 from loka.numerics.metrics import ErrorReport
 
@@ -69,7 +69,7 @@ def _try(site_parts: SiteParts, option: Option, site: SiteShape) -> ErrorReport 
 
 def _time(site_parts: SiteParts, options: Iterable[Option]) -> dict[str, Timing]:
     """Kernels that want the same form of a tensor share the timing of its cast."""
-    calls: dict[str, Candidate] = {}
+    calls: dict[str, TimedCall] = {}
     for option in options:
         site_parts.prepare(option)
         for (name, key), form in zip(_cast_keys(option).items(), option.forms, strict=True):

@@ -21,7 +21,7 @@ from loka.kernels.operand import Form
 from loka.measure.error import require_device
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled
-from loka.measure.timing import BUDGET_S, Candidate, time_together, whole_rotations
+from loka.measure.timing import BUDGET_S, TimedCall, time_together, whole_rotations
 from loka.numerics.formats import torch_dtype
 
 ROUNDS = {"cuda": 11, "cpu": 9}
@@ -71,7 +71,7 @@ class Speeds:
         for alike in by_role.values():
             if all((shape, option) in self._products for option in alike):
                 continue
-            calls: dict[Option, Candidate] = {option: partial(self._parts(shape).multiply, option) for option in alike}
+            calls: dict[Option, TimedCall] = {option: partial(self._parts(shape).multiply, option) for option in alike}
             self._products.update({(shape, option): time for option, time in self._time(calls, shape).items()})
         return {option: self._products[shape, option] for alike in by_role.values() for option in alike}
 
@@ -79,7 +79,7 @@ class Speeds:
         """The time to cast a tensor into each set of forms, or the message of the failure."""
         sets = list(sets)
         new = [forms for forms in sets if (shape, name, forms) not in self._casts]
-        calls: dict[Forms, Candidate] = {forms: partial(self._parts(shape).cast, name, forms) for forms in new}
+        calls: dict[Forms, TimedCall] = {forms: partial(self._parts(shape).cast, name, forms) for forms in new}
         self._casts.update({(shape, name, forms): time for forms, time in self._time(calls, shape).items()})
         return {forms: self._casts[shape, name, forms] for forms in sets}
 
@@ -122,7 +122,7 @@ class Speeds:
                 added[forms] = max(0.0, time_us - alone_us)
         return added
 
-    def _time(self, calls: dict[Key, Candidate], shape: TimedShape) -> dict[Key, float | str]:
+    def _time(self, calls: dict[Key, TimedCall], shape: TimedShape) -> dict[Key, float | str]:
         """The calls interleaved; where one fails, each by itself, so that the others do not go with it."""
         if not calls:
             return {}
@@ -135,7 +135,7 @@ class Speeds:
             require_device(key.kernel if isinstance(key, Option) else "a cast", self._device, told(failure))
             return {key: told(failure)}
 
-    def _time_together(self, calls: dict[Key, Candidate], shape: TimedShape) -> dict[Key, float | str]:
+    def _time_together(self, calls: dict[Key, TimedCall], shape: TimedShape) -> dict[Key, float | str]:
         copies = len(self._parts(shape).tensors.weights)
         for call in calls.values():
             for turn in range(copies):  # makes the casts that it reads

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-Candidate = Callable[[int], object]
+TimedCall = Callable[[int], object]
 
 BUDGET_S = {"cuda": 0.04, "cpu": 0.5}  # of a survey's candidate: calls that take milliseconds are timed a few times only
 
@@ -37,7 +37,7 @@ class Timing:
 
 
 def time_together(
-    candidates: Mapping[str, Candidate],
+    candidates: Mapping[str, TimedCall],
     device: torch.device,
     *,
     turns: int = 8,
@@ -74,11 +74,11 @@ def whole_rotations(copies: int, least: int = 8) -> int:
     return copies * -(-least // copies)
 
 
-def _timer(candidate: Candidate, device: torch.device, turns: int) -> Callable[[], float]:
+def _timer(candidate: TimedCall, device: torch.device, turns: int) -> Callable[[], float]:
     return _graph_timer(candidate, turns) if device.type == "cuda" else _host_timer(candidate, turns)
 
 
-def _host_timer(candidate: Candidate, turns: int) -> Callable[[], float]:
+def _host_timer(candidate: TimedCall, turns: int) -> Callable[[], float]:
     candidate(0)  # compiles, packs, allocates
 
     def run() -> float:
@@ -90,7 +90,7 @@ def _host_timer(candidate: Candidate, turns: int) -> Callable[[], float]:
     return run
 
 
-def _graph_timer(candidate: Candidate, turns: int) -> Callable[[], float]:
+def _graph_timer(candidate: TimedCall, turns: int) -> Callable[[], float]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

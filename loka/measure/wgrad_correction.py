@@ -60,8 +60,8 @@ def _grown(alike: float, times: float, batches: float) -> float:
 
 
 def _of_the_rest(times: float, batches: float) -> float:
-    """The deviation of the logarithm of an error that was measured on one row in ``times``: by what of it may be alike in all
-    rows and not be seen, see ``_grown``, an error would be larger, and that is two deviations."""
+    """How uncertain the logarithm of an error is because one row in ``times`` was seen: what is alike in all rows (see
+    ``_grown``) may be there unseen, and the most that it could add is taken for two deviations (of the square, hence a 4th)."""
     return math.log1p(min(1.0, ALIKE_BY_CHANCE / math.sqrt(batches)) * max(0.0, times - 1)) / 4
 
 

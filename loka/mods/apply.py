@@ -1,16 +1,15 @@
 """``apply_mods``: find what can be changed, say so, change it."""
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from loka.core.errors import InvalidInput, require_kind
+from loka.core.names import did_you_mean, matching
 from loka.mods.contract import MODS, Mod, Place
 from loka.mods.report import Change, LeftAlone, ModReport
 from loka.mods.trained import evidence_of_training
@@ -200,12 +199,11 @@ def _kept(model: nn.Module, keep: Iterable[str]) -> dict[str, str]:
     first_names = {id(module): name for name, module in model.named_modules()}
     kept = {}
     for pattern in [keep] if isinstance(keep, str) else keep:
-        named = [name for name, _ in names if name == pattern]  # which may hold brackets
-        matched = named or [name for name, _ in names if fnmatchcase(name, pattern)]
+        known = [name for name, _ in names]
+        matched = matching(pattern, known)
         if not matched:
-            close = difflib.get_close_matches(pattern, [name for name, _ in names], n=3, cutoff=0.4)
-            hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else "Print the model to see its modules' names."
-            raise InvalidInput(f"keep={pattern!r} matches no module. {hint}")
+            hint = did_you_mean(pattern, known, most=3, cutoff=0.4) or " Print the model to see its modules' names."
+            raise InvalidInput(f"keep={pattern!r} matches no module.{hint}")
         for name, module in names:
             if any(name == match or name.startswith(f"{match}.") for match in matched):
                 kept[first_names[id(module)]] = f"kept by keep={pattern!r}"

@@ -51,8 +51,8 @@ def left_as_it_was(model: nn.Module, *given: object) -> Iterator[None]:
 
 @contextmanager
 def rid_of(kind: type, model: nn.Module) -> Iterator[None]:
-    """Wherever something of ``kind``, which nobody else makes, has come into what the objects of users' own classes hold that
-    modules hold, what was there before is put back, and nothing else: another thread may be at work in them."""
+    """Undo one thing alone: where an object of ``kind``, which nobody else makes, was put into users' own objects that modules
+    hold, put back what was there. All else stays as it is: another thread may be writing there."""
     before = {id(table): (table, copy.copy(table)) for table in _tables_of_objects(model)}
     try:
         yield

@@ -49,7 +49,8 @@ class SomeRows(NamedTuple):
 
 
 class WgradErrors(NamedTuple):
-    """By batch: ``mere_floored`` of each recipe; its Σ error², and what of it is the same in all rows and no chance; and Σ dw².
+    """By batch: ``mere_floored`` of each recipe; ``squares``, its Σ error²; ``alike``, the part of that which both halves of
+    the rows have in common, and so is no chance; and ``size``, Σ dw².
 
     Errors are those of the whole batch if they are all chance. Sums of squares are next to what Σ dw² would be if rows did not
     cancel, so that batches of small gradients count like others. All are 0 where a batch has no gradient.

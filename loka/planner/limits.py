@@ -1,14 +1,13 @@
 """The limits of a plan: what a user may ask for, checked, and whether a measured error is within it."""
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
+from loka.core.names import did_you_mean, matching
 from loka.core.plan import Goal
 from loka.core.recipe import Accumulation, Format
 from loka.core.survey import GATE, BlockCandidate, Candidate
@@ -85,14 +84,14 @@ def check_limits(goal: Goal | str, max_error: float | Mapping[Role, float], min_
 def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
     """Sites that ``keep`` names, by themselves, by a module around them or by a pattern → the reason."""
     names = list(sites)
+    around = list(dict.fromkeys(part for name in names for part in _with_parents(name)))
     kept: dict[str, str] = {}
     for pattern in [keep] if isinstance(keep, str) else keep:
-        named = [name for name in names if pattern in _with_parents(name)]  # which may hold brackets
-        matched = named or [name for name in names if any(fnmatchcase(part, pattern) for part in _with_parents(name))]
-        if not matched:
-            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-            hint = f"Did you mean {' or '.join(map(repr, close))}?" if close else f"The sites are: {', '.join(names)}"
-            raise InvalidInput(f"keep={pattern!r} matches no site. {hint}")
+        found = set(matching(pattern, around))
+        if not found:
+            hint = did_you_mean(pattern, names, most=3, cutoff=0.4) or f" The sites are: {', '.join(names)}"
+            raise InvalidInput(f"keep={pattern!r} matches no site.{hint}")
+        matched = [name for name in names if found.intersection(_with_parents(name))]
         kept.update(dict.fromkeys(matched, f"kept in high precision by keep={pattern!r}"))
     return kept
 

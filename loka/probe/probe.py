@@ -47,8 +47,9 @@ class Probe:
     Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
     run as without a Probe: compiled graphs stay. What a sample showed is learned a few sites at a time behind the steps that
     follow, where the host has time, and on a GPU in a stream of its own. The host waits for the device behind the first sample,
-    and where there were NaN or infinite values, and else never. Statistics take at most ``memory_budget`` bytes, of which
-    ``memory`` tells how many and in what form; ``seed`` is that of the rows' choice.
+    where values were NaN or infinite, at sites whose covariance is kept as low-rank, for layers that are also called without a
+    gradient, and with ``weights_over_time``. Covariances take at most ``memory_budget`` bytes, of which ``memory`` tells how
+    many and in what form, and rows that wait to be learned a few MiB a site; ``seed`` is that of the rows' choice.
 
     Older samples fade with ``half_life`` (in samples), so that the Record speaks of the model as it is now; None keeps all
     alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does

@@ -1,6 +1,5 @@
 """Workloads by name: ours as ``wukong-small@synthetic`` (model, size, data), a user's as ``package.module:function``."""
 
-import difflib
 import importlib
 import os
 import sys
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput, UnknownName
+from loka.core.names import did_you_mean
 from loka.core.workload import Workload
 from loka.data.batch import Batch
 from loka.data.dataset import DATASETS, Dataset, open_dataset
@@ -67,11 +67,10 @@ class Stream:
 def _built_in(name: str, options: BuiltInOptions) -> Workload:
     known = built_in_names()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UnknownName(
-            f"no workload is called {name!r}.{hint} Ours are MODEL-SIZE@DATA with a model of {', '.join(MODELS.names())}, "
-            f"a size of {', '.join(PRESETS)} and data of {', '.join(DATASETS.names())}; your own is package.module:function"
+            f"no workload is called {name!r}.{did_you_mean(name, known)} Ours are MODEL-SIZE@DATA with a model of "
+            f"{', '.join(MODELS.names())}, a size of {', '.join(PRESETS)} and data of {', '.join(DATASETS.names())}; "
+            f"your own is package.module:function"
         )
     model_name, _, data_name = name.partition("@")
     model_name, _, preset = model_name.rpartition("-")
@@ -109,9 +108,8 @@ def _own(name: str) -> Workload:
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = [name for name, value in vars(module).items() if callable(value)]
-        close = difflib.get_close_matches(function_name, functions, n=1, cutoff=0.5)
-        hint = f": did you mean {module_name}:{close[0]}?" if close else ": it must return a loka.Workload"
-        raise InvalidInput(f"{module.__file__} has no function {function_name!r}{hint}")
+        hint = did_you_mean(function_name, functions) or " It must return a loka.Workload"
+        raise InvalidInput(f"{module.__file__} has no function {function_name!r}.{hint}")
     workload = function()
     if not isinstance(workload, Workload):
         raise InvalidInput(f"{name} returned a {type(workload).__name__}: it must return loka.Workload(model, batches, loss)")

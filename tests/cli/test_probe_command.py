@@ -165,7 +165,7 @@ def test_a_typo_is_told(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("worklod", "did you mean own_workload:workload"),
+        ("worklod", "Did you mean 'workload'"),
         ("no_workload", r"returned a tuple: it must return loka.Workload"),
         ("of_no_module", "is a method, not a torch.nn.Module"),
         ("of_rows", r"returned a tensor of shape \(32, 1\): it must be a scalar"),

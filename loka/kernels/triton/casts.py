@@ -27,7 +27,7 @@ MOST_OVERLAPPED = 2**25  # values that several kernels of a cast read at once; w
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and scales of the matrix as it lies, and of its transpose
 
-# Of rows, of columns, and of all, among which the largest is the matrix's; each only as far as a scale is made from it.
+# By row, by column, and a few of which the largest is the matrix's. Empty where no scale is made from them.
 Amaxes = tuple[Tensor, Tensor, Tensor]
 
 

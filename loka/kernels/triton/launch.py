@@ -23,8 +23,8 @@ _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
 
 class Borrowed(NamedTuple):
-    """An argument that a launch made again knows by its address alone: it is not kept for its sake, and whoever makes it again
-    sees to it that it lies there."""
+    """A tensor that a recorded launch does not keep alive: it knows the address alone, so that whoever makes the launch again
+    must see that the tensor still lies there."""
 
     tensor: Tensor
 
@@ -105,7 +105,7 @@ def _there(args: tuple[object, ...]) -> tuple[object, ...]:
 
 @functools.cache
 def name_kernels() -> None:
-    """Make the names (cache keys) by which Triton keeps our compiled kernels on disk, of all of them and always in one order.
+    """Make the names (cache keys) by which Triton keeps compiled kernels on disk, of all in this package, always in one order.
 
     A name is made from the sources of a kernel and of the functions it calls, and from the constants they use; but constants of
     a function that has no name yet are left out. Made one by one, names would depend on what a process has compiled before, and
