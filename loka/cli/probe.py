@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loka.cli.tables import console, plain_table
+from loka.core.gemm import by_frequency
 
 if TYPE_CHECKING:
     from loka.core.record import Record, SiteRecord
@@ -75,7 +76,7 @@ def _table(record: "Record") -> Table:
     title = f"{len(record.sites)} sites in {record.dtype}, after {record.steps_seen} steps on {record.environment.device}"
     table = plain_table(title, ["site", "rows×in×out", "block", "rms x", "notes"])
     for site in record.sites.values():
-        rows = max(site.calls, key=lambda m: site.calls[m]) if site.calls else 0
+        rows = by_frequency(site.calls)[0] if site.calls else 0
         block = " → ".join(kind for kind in (site.norm_kind, site.activation_kind) if kind)
         table.add_row(site.name, f"{rows}×{site.k}×{site.n}", block or "–", _rms(site), "; ".join(site.notes))
     return table

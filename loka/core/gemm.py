@@ -9,6 +9,7 @@ operands have the contracted axis last, so a role decides which stored tensor is
     wgrad   dw = dyᵀ·x        dyᵀ         xᵀ          N  K  M
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -98,3 +99,8 @@ class GemmProblem:
 
     def __str__(self) -> str:
         return f"{self.role} m={self.m} n={self.n} k={self.k}"
+
+
+def by_frequency(calls: Mapping[int, float]) -> list[int]:
+    """The M of a site's ``calls`` in a step, the most frequent first; of equally frequent ones, the largest."""
+    return sorted(calls, key=lambda m: (-calls[m], -m))

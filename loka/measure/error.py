@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loka.core.errors import LokaError
 from loka.core.estimate import Estimate
-from loka.core.gemm import Role
+from loka.core.gemm import Role, by_frequency
 from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.record import SiteRecord
 from loka.core.survey import GATE, Fault
@@ -173,7 +173,7 @@ def vector_of(site: SiteRecord, transform: Transform) -> Tensor:
 
 def usual_rows(site: SiteRecord) -> int:
     """The M that the site is called with most often."""
-    return max(site.calls, key=lambda m: (site.calls[m], m))
+    return by_frequency(site.calls)[0]
 
 
 def sample_rows(site: SiteRecord, n_options: int, device: torch.device) -> int:

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from loka.core.gemm import Role, TensorName
+from loka.core.gemm import Role, TensorName, by_frequency
 from loka.core.recipe import Format, Transform
 from loka.core.record import Finding, SiteRecord
 from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
@@ -79,8 +79,7 @@ def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
 
 def row_counts(site: SiteRecord) -> list[int]:
     """The M to time at: the most frequent, and the largest, above which there is nothing to stand in."""
-    frequent = sorted(site.calls, key=lambda m: -site.calls[m])[:MOST_ROW_COUNTS]
-    return sorted({*frequent, max(site.calls)})
+    return sorted({*by_frequency(site.calls)[:MOST_ROW_COUNTS], max(site.calls)})
 
 
 def plain_options(site: SiteRecord, kernels: Iterable[str]) -> list[Option]:

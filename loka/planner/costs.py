@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable
 from functools import cached_property
 
-from loka.core.gemm import SOURCES, Role, TensorName
+from loka.core.gemm import SOURCES, Role, TensorName, by_frequency
 from loka.core.plan import Goal
 from loka.core.recipe import Format, Transform
 from loka.core.survey import Candidate, SiteSurvey, Times
@@ -64,7 +64,7 @@ class SiteCosts:
 
     @property
     def most_frequent_m(self) -> int:
-        return max(self.calls, key=lambda m: (self.calls[m], m))
+        return by_frequency(self.calls)[0]
 
     @cached_property
     def baseline_us(self) -> float:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from loka.core.estimate import Estimate
-from loka.core.gemm import Role
+from loka.core.gemm import Role, by_frequency
 from loka.core.plan import PlanDocument, SitePlan
 from loka.core.recipe import Transform
 from loka.core.survey import GATE, SiteSurvey, SurveyDocument
@@ -83,7 +83,7 @@ def _shape(site: SitePlan, surveyed: SiteSurvey | None) -> str:
     """rows×in×out at the most frequent number of rows."""
     if surveyed is None or not surveyed.calls:
         return f"{site.k}×{site.n}"
-    return f"{max(surveyed.calls, key=lambda rows: surveyed.calls[rows])}×{site.k}×{site.n}"
+    return f"{by_frequency(surveyed.calls)[0]}×{site.k}×{site.n}"
 
 
 def list_plan(plan: PlanDocument, survey: SurveyDocument | None) -> tuple[PlanRow, ...]:

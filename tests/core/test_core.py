@@ -17,7 +17,7 @@ import loka
 from loka.core.environment import Environment, current_command, current_environment
 from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.files import atomic_path, atomic_write, file_in, require_folder
-from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName
+from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName, by_frequency
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.core.registry import Registry
 from loka.core.results import GatheredResults, markdown_table, write_results
@@ -309,3 +309,7 @@ def test_another_file_is_not_taken_for_the_folder_of_a_run(tmp_path: Path) -> No
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(InvalidInput, match=r"notes.txt is a file, and no survey.json: name the folder of a run"):
         loka.Survey.load(tmp_path / "notes.txt")
+
+
+def test_rows_by_frequency_and_of_equally_frequent_ones_the_largest_first() -> None:
+    assert by_frequency({100: 1.0, 2048: 2.0, 7: 0.5, 300: 1.0}) == [2048, 300, 100, 7]
