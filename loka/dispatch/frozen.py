@@ -104,7 +104,8 @@ class Frozen(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
-        """Cast the weight that was kept again. Its codes are written where they lie."""
+        """Cast the weight again, which must have been kept. Its codes are written where they lie."""
+        assert self.has_weight
         self._is_stale = not is_format(self.weight.dtype)
         if not self._is_stale:
             for name, made in self._casts(self.weight.detach()).items():
