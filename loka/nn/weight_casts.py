@@ -290,8 +290,6 @@ def versions_kept_if_unwritten(holder: Any) -> AbstractContextManager[None]:
     the CPU ``store_casts`` knows better, and by versions a kernel knows what it must pack again."""
     known: _CastOf | None = vars(holder).get(CAST_OF)
     weight = holder._parameters.get("weight")
-    if known is None or weight is None or known.weight is not weight or known.mark != _mark_of(weight):
-        return nullcontext()
-    if weight.device.type == "cpu":
+    if known is None or weight is None or known.weight is not weight or known.mark != _mark_of(weight) or not weight.is_cuda:
         return nullcontext()
     return torch.autograd._unsafe_preserve_version_counter(tuple(held(holder).values()))
