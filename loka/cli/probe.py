@@ -14,7 +14,8 @@ from loka.cli.tables import console, plain_table
 from loka.core.gemm import by_frequency
 
 if TYPE_CHECKING:
-    from loka.core.record import Record, SiteRecord
+    from loka.core.record import Record
+    from loka.core.site_record import SiteRecord
 
 
 def probe(

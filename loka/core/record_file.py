@@ -1,6 +1,7 @@
 """record.safetensors: a Record's tensors by site, and in the metadata the rest as a JSON document."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from loka.core.environment import Environment
 from loka.core.errors import InvalidFile
 from loka.core.files import atomic_path, file_in
 from loka.core.recipe import Format
-from loka.core.record import Finding, Record, SiteFacts, SiteRecord
+from loka.core.site_record import Finding, SiteFacts, SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.core.vectors import write_tensors
 
@@ -44,47 +45,23 @@ class RecordDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str = ""
 
 
-def write_record(record: Record, run: str | Path) -> Path:
+def write_record(run: str | Path, document: RecordDocument, sites: Mapping[str, SiteRecord]) -> Path:
     """Into the folder ``run``, whole or not at all."""
-    sites = record.sites.values()
-    document = RecordDocument(
-        record.fingerprint,
-        record.environment,
-        record.dtype,
-        record.step_us,
-        record.steps_seen,
-        tuple(SiteFacts(**{f.name: getattr(site, f.name) for f in dataclasses.fields(SiteFacts)}) for site in sites),
-        {name: statistic.rule for site in sites for name, statistic in site.statistics.items()},
-        record.findings,
-        record.uncovered,
-        record.id,
-    )
     fields = {"schema": SCHEMA, **msgspec.to_builtins(document, str_keys=True)}
     path = Path(run) / FILE
     with atomic_path(path) as temporary:
-        write_tensors(temporary, _tensors(record), metadata={"document": msgspec.json.encode(fields).decode()})
+        write_tensors(temporary, _tensors(sites), metadata={"document": msgspec.json.encode(fields).decode()})
     return path
 
 
-def read_record(run: str | Path) -> Record:
+def read_record(run: str | Path) -> tuple[RecordDocument, dict[str, SiteRecord]]:
     """What ``write_record`` wrote, now or under an older schema, by its folder or by its own path."""
     path = file_in(run, FILE)
     document, tensors = _read(path)
     if len({facts.name for facts in document.sites}) < len(document.sites):
         raise InvalidFile(f"{path} names a site twice: it was written by something else. Make it again")
     own = _by_site(tensors, [facts.name for facts in document.sites])
-    sites = {facts.name: _site(facts, document.rules, own[facts.name], path) for facts in document.sites}
-    return Record(
-        document.fingerprint,
-        document.environment,
-        document.dtype,
-        document.step_us,
-        sites,
-        document.findings,
-        document.uncovered,
-        document.steps_seen,
-        document.id,
-    )
+    return document, {facts.name: _site(facts, document.rules, own[facts.name], path) for facts in document.sites}
 
 
 def id_in(run: str | Path) -> str:
@@ -102,10 +79,10 @@ class _Id(msgspec.Struct):
     id: str = ""
 
 
-def _tensors(record: Record) -> "dict[str, Tensor]":
+def _tensors(sites: Mapping[str, SiteRecord]) -> "dict[str, Tensor]":
     """By ``<site>/weight``, ``<site>/bias`` and ``<site>/<statistic>/<tensor>``."""
     tensors: dict[str, Tensor] = {}
-    for name, site in record.sites.items():
+    for name, site in sites.items():
         tensors[f"{name}/weight"] = site.weight_NK
         if site.bias_N is not None:
             tensors[f"{name}/bias"] = site.bias_N

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Scaling
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.core.survey import BlockCandidate, Times
 from loka.kernels.providers.torch_casts import room_to_compile
 from loka.kernels.triton.share import has_powers

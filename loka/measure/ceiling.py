@@ -1,7 +1,8 @@
 """The ceiling: how much of a training step lies in the sites at all, before anything is made faster (Amdahl)."""
 
 from loka.core.environment import Environment
-from loka.core.record import Record, SiteRecord
+from loka.core.record import Record
+from loka.core.site_record import SiteRecord
 from loka.core.survey import Ceiling
 from loka.measure.parts import Option
 from loka.measure.site_survey import row_counts

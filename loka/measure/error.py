@@ -18,7 +18,7 @@ from loka.core.errors import LokaError
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role, by_frequency
 from loka.core.recipe import Accumulation, Format, Transform
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.core.survey import GATE, Fault
 from loka.kernels.contract import is_oracle
 from loka.kernels.transforms import checked_vector

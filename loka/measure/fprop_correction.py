@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from loka.core.recipe import Recipe
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.measure.factors import Factors, as_looked_at, ratio, trusted
 from loka.measure.parts import SiteTensors
 from loka.numerics.fprop_errors import RECIPES, FpropErrors, fprop_errors, some_outputs

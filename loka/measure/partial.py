@@ -3,7 +3,6 @@
 Lines, and not a document that is written anew each time, whose cost would grow with the square of the sites.
 """
 
-import dataclasses
 import hashlib
 import os
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 
 from loka.core.environment import Environment
 from loka.core.files import atomic_write
-from loka.core.record import Record, SiteFacts, SiteRecord
+from loka.core.record import Record
+from loka.core.site_record import SiteRecord
 from loka.core.survey import SiteSurvey, Struct
 
 SCHEMA = "loka.survey-partial/2"
@@ -94,15 +94,11 @@ class Partial:
 
 def identity_of(record: Record, kernels: tuple[str, ...], environment: Environment) -> str:
     """What must be the same for a measurement to go on: the record and what it learned, kernels, machine and versions."""
-    sites = {name: [_facts(site), _sum(site.weight_NK), _learned(site)] for name, site in record.sites.items()}
+    # Facts too: with an example, the same weights and data may have been probed for other heads and blocks.
+    sites = {name: [site.facts, _sum(site.weight_NK), _learned(site)] for name, site in record.sites.items()}
     machine = [environment.device, environment.loka, sorted(environment.libraries.items())]
     parts = [record.fingerprint, record.steps_seen, record.dtype, record.findings, kernels, machine, sites]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
-
-
-def _facts(site: SiteRecord) -> list[object]:
-    """The same weights and data may have been probed with an example, by which heads, blocks and what stays are known."""
-    return [getattr(site, field.name) for field in dataclasses.fields(SiteFacts)]
 
 
 def _learned(site: SiteRecord) -> list[tuple[str, str, float]]:

@@ -9,7 +9,7 @@ import torch
 
 from loka.core.gemm import Role, TensorName, by_frequency
 from loka.core.recipe import Format, Transform
-from loka.core.record import Finding, SiteRecord
+from loka.core.site_record import Finding, SiteRecord
 from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
 from loka.kernels.contract import is_oracle
 from loka.kernels.operand import Form

@@ -13,7 +13,7 @@ import torch
 
 from loka.core.gemm import GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.kernels.casting import CastProblem
 from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of

@@ -12,7 +12,8 @@ from loka.core.gemm import Role
 from loka.core.locking import alone_in
 from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
-from loka.core.record import Record, SiteRecord
+from loka.core.record import Record
+from loka.core.site_record import SiteRecord
 from loka.core.survey import GATE, SiteSurvey, Survey, SurveyDocument
 from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_named, device_of

@@ -10,7 +10,7 @@ import math
 import torch
 
 from loka.core.recipe import Recipe
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.measure.factors import Factors, as_looked_at, ratio, trusted
 from loka.measure.parts import SiteTensors
 from loka.numerics.wgrad_errors import RECIPES, WgradErrors, some_rows, wgrad_errors

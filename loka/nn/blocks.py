@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from loka.core.errors import UnknownName
-from loka.core.record import NEVER_CALLED, UNKNOWN_READER
+from loka.core.site_record import NEVER_CALLED, UNKNOWN_READER
 from loka.nn.block_norm import BlockNorm
 from loka.nn.graph import Call, Graph, Kind, Method, changes_shape_alone
 from loka.nn.graph_run import record_run

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from loka.core.record import UNKNOWN_READER
+from loka.core.site_record import UNKNOWN_READER
 from loka.nn.adamw import is_cast_in_step
 from loka.nn.blocks import Block, Consumer, FoundBlocks, any_of, find_blocks
 from loka.nn.graph import Kind

@@ -17,7 +17,8 @@ from loka.core.errors import InvalidInput, require_count
 from loka.core.fingerprint import fingerprint
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
-from loka.core.record import Record, SiteRecord
+from loka.core.record import Record
+from loka.core.site_record import SiteRecord
 from loka.kernels.device import device_of
 from loka.nn.blocks import Block, FoundBlocks, find_blocks
 from loka.nn.fast_path import passed_by

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
-from loka.core.record import NEVER_CALLED, SiteRecord
+from loka.core.site_record import NEVER_CALLED, SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.nn.blocks import Block
 from loka.numerics.formats import format_of, is_format

@@ -8,7 +8,7 @@ from loka.core.comparison import WAITING, Comparison, TimePair, other_precision
 from loka.core.environment import Environment
 from loka.core.plan import Goal
 from loka.core.recipe import Format, Transform
-from loka.core.record import Finding
+from loka.core.site_record import Finding
 from loka.report.curves import draw_curves
 from loka.report.distributions import draw_distributions, format_ranges
 from loka.report.headline import headline, summarize, tiles

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from loka.core.gemm import GemmProblem, Role, SiteShape
 from loka.core.recipe import Format
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_of
 from loka.measure.error import corrections_of

@@ -21,7 +21,8 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Goal
 from loka.core.recipe import Format
-from loka.core.record import Record, SiteRecord
+from loka.core.record import Record
+from loka.core.site_record import SiteRecord
 from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Survey, SurveyDocument
 from loka.dispatch.apply import give_back
 from loka.kernels.executor import SiteKernels

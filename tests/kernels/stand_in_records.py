@@ -11,7 +11,8 @@ from torch import Tensor
 from loka.core.environment import current_environment
 from loka.core.fingerprint import fingerprint
 from loka.core.recipe import Format
-from loka.core.record import Finding, Record, SiteRecord
+from loka.core.record import Record
+from loka.core.site_record import Finding, SiteRecord
 from loka.kernels.device import device_of
 
 Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor | None]]

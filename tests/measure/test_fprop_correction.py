@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import loka
 from loka.core.gemm import Role
 from loka.core.recipe import Format
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.measure.error import measure_errors
 from loka.measure.factors import Factors, trusted

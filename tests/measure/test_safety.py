@@ -12,7 +12,7 @@ from stand_in_records import record_of, site_record
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.progress import Silent
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.measure.partial import Partial

@@ -18,7 +18,8 @@ from loka.core.errors import InvalidInput, UnknownName
 from loka.core.gemm import SOURCES, Role, SiteShape, TensorName
 from loka.core.progress import Lines, Silent
 from loka.core.recipe import Format, Transform
-from loka.core.record import Finding, Record
+from loka.core.record import Record
+from loka.core.site_record import Finding
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
 from loka.measure.block import Blocks

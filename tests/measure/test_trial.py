@@ -19,7 +19,7 @@ from triton import knobs
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Device, Role, SiteShape, TensorName
 from loka.core.recipe import Format, Transform
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.kernels.contract import KERNELS, add_kernel
 from loka.kernels.operand import Form
 from loka.kernels.providers import triton as triton_provider

@@ -12,7 +12,7 @@ import loka
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.recipe import Format, Transform
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.measure.error import measure_errors
 from loka.measure.factors import Factors

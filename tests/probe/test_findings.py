@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import loka
 from loka.core.moments import Covariance
-from loka.core.record import Finding, Record
+from loka.core.record import Record
+from loka.core.site_record import Finding
 from loka.mods.contract import MODS
 from loka.probe.findings.products import mean_and_variance
 

@@ -14,8 +14,9 @@ from torch import nn
 import loka
 from loka.core.errors import InvalidFile, InvalidInput
 from loka.core.recipe import Format
-from loka.core.record import Finding, Record
+from loka.core.record import Record
 from loka.core.record_file import FILE, SCHEMA, id_in
+from loka.core.site_record import Finding
 
 
 def make_model(width: int = 16) -> nn.Sequential:

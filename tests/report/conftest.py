@@ -17,7 +17,8 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role, TensorName
 from loka.core.plan import Goal
 from loka.core.recipe import Format
-from loka.core.record import Finding, Record
+from loka.core.record import Record
+from loka.core.site_record import Finding
 from loka.core.survey import Candidate, CastTime, Ceiling, SiteSurvey, Survey, SurveyDocument
 from loka.planner.plan import make_plan
 from loka.probe.probe import Probe

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from loka.core.moments import some_outputs
 from loka.core.recipe import Transform
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.probe.findings.contract import FINDINGS, Found
 from loka.probe.findings.products import mean_and_variance, rms_of_terms
 

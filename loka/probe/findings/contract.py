@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from loka.core.record import Finding, SiteRecord
 from loka.core.registry import Registry
+from loka.core.site_record import Finding, SiteRecord
 
 
 @dataclass(frozen=True)

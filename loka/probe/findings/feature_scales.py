@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loka.core.recipe import Transform
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.probe.findings.contract import FINDINGS, Found
 
 BINADES = 12  # e4m3 has 15 of full precision, of which a row's crest takes some

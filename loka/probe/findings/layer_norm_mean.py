@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from loka.core.moments import some_outputs
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.probe.findings.contract import FINDINGS, Found
 from loka.probe.findings.products import mean_and_variance
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from loka.core.moments import project
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 
 
 def mean_and_variance(site: SiteRecord, weight_JK: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from loka.core.record import SiteRecord
+from loka.core.site_record import SiteRecord
 from loka.probe.findings.contract import FINDINGS, Found
 from loka.probe.statistics.binades import share_below
 
