@@ -18,7 +18,7 @@ from loka.nn.fused_block import FusedBlock, rows_read
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
-from loka.nn.linear import as_read, has_rows, output_dtype, require_rows
+from loka.nn.linear import as_read, has_rows, output_dtype, refuse_to_lose, require_rows
 from loka.nn.site import no_autocast, refuse_unseen_derivatives
 from loka.numerics.formats import is_format
 
@@ -91,8 +91,9 @@ class Frozen(nn.Module):
         if codes is not None and codes.dtype != self.codes.dtype:  # they would be taken for values
             error_msgs.append(f"{prefix}codes are {codes.dtype}, and by this model's plan {self.codes.dtype}")
             return
-        if torch.__future__.get_swap_module_params_on_conversion():  # which takes no tensor that a kernel knows by weakref
-            self._buffers["codes"] = self.codes.clone()
+        if codes is not None and torch.__future__.get_swap_module_params_on_conversion():
+            with torch.inference_mode(False):  # swapping takes no tensor that a kernel knows by weakref
+                self._buffers["codes"] = self.codes.clone()
         others = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, *others)
 
@@ -104,17 +105,23 @@ class Frozen(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
-        """Cast the weight again, which must have been kept. Its codes are written where they lie."""
+        """Cast the weight again, which must have been kept. Its codes are written where they lie, if that is where it lies."""
         assert self.has_weight
         self._is_stale = not is_format(self.weight.dtype)
         if not self._is_stale:
             for name, made in self._casts(self.weight.detach()).items():
-                if made is not None:
+                if made is None:
+                    continue
+                if self.get_buffer(name).device == made.device:
                     self.get_buffer(name).copy_(made)
+                else:
+                    self._buffers[name] = made
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Frozen":
         """Casts move with the module, but a change of dtype would take codes for values: they stay what they are."""
         buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        if self.has_weight and "features" in buffers:
+            refuse_to_lose(buffers["features"], fn)
         super()._apply(fn, recurse)
         for name, buffer in buffers.items():
             moved = self._buffers[name]
@@ -202,7 +209,7 @@ class FrozenBlock(Frozen):
             return input
         self._require_servable(input)
         blocks = (self, *self.followers)
-        if input.numel() > 0 and self.why_reference is None:
+        if input.numel() > 0 and all(block.why_reference is None for block in blocks):
             served = [ServedTensors(block.bias, block.codes, block.scale) for block in blocks]
             (y_MN,) = serve_chain(self.chain, rows_read(self.chain, input), served, output_dtype(input))
             return y_MN.reshape(*input.shape[:-1], y_MN.shape[-1])
@@ -224,6 +231,10 @@ class FrozenBlock(Frozen):
             f"this block's weight was dropped when the model was frozen, and its kernels do not run here "
             f"({self.why_reference}): freeze it without drop_high_precision"
         )
+
+    def refresh_weight_casts(self) -> None:
+        super().refresh_weight_casts()
+        self.why_reference = why_not_here(self.codes.device, self.weight.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "FrozenBlock":
         super()._apply(fn, recurse)

@@ -1,5 +1,6 @@
 """LokaLinear: ``nn.Linear`` with a kernel for each of its three GEMMs."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -36,6 +37,7 @@ from loka.nn.weight_casts import (
 from loka.numerics.formats import format_of, is_format
 
 _VECTOR = "transform_vector"
+VECTOR_LOST = "the vector of a transform would be lost on the meta device: fill the model first"
 
 
 class LokaLinear(nn.Linear):
@@ -173,7 +175,7 @@ class LokaLinear(nn.Linear):
         if (vector is None) != (self.transform is Transform.NONE):
             raise InvalidInput("center and rescale take a vector each, and only they do: pass transform and vector together")
         if vector is not None and self.weight.is_meta:
-            raise InvalidInput("the vector of a transform would be lost on the meta device: fill the model first")
+            raise InvalidInput(VECTOR_LOST)
         features_K = None if vector is None else checked_vector(self.transform, vector.to(self.weight.device), self.in_features)
         hold(self, _VECTOR, features_K)
         self._cached_forms: tuple[Form, ...] = tuple(
@@ -196,6 +198,8 @@ class LokaLinear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LokaLinear":
         """8-bit codes are made anew, and what else is held moves along, in the dtype that it has."""
+        if self.transform_vector is not None:
+            refuse_to_lose(self.transform_vector, fn)
         super()._apply(fn, recurse)
         move_held(self, fn)
         with versions_kept_if_unwritten(self):
@@ -223,6 +227,12 @@ def why_not_swapped(linear: nn.Linear) -> str | None:
     if not isinstance(linear._parameters.get("weight"), nn.Parameter):
         return "holds no weight of its own, but makes one in every call: remove its weight norm or the like first"
     return why_not_stood_in_for(linear)
+
+
+def refuse_to_lose(vector_K: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
+    """Call it before ``fn`` moves a layer that holds the vector of a transform: no checkpoint could bring it back."""
+    if fn(vector_K.new_empty(0)).is_meta and not vector_K.is_meta:
+        raise InvalidInput(VECTOR_LOST)
 
 
 def own_weight(linear: nn.Linear) -> nn.Parameter:

@@ -181,7 +181,8 @@ def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
     there, weight = held(module), module.weight
     shared = isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.is_shared()  # and what is made of it
     casts = {_CASTS + name: cast.share_memory_() if shared else cast for name, cast in casts.items()}
-    if not all(name in there and _is_same_on_cpu(there[name], cast) for name, cast in casts.items()):
+    # In shared memory another process may have written both weight and casts, and not the versions that this one goes by.
+    if shared or not all(name in there and _is_same_on_cpu(there[name], cast) for name, cast in casts.items()):
         for name, cast in casts.items():
             old = there.get(name)
             if old is None or _kind_of(old) != _kind_of(cast):
@@ -193,7 +194,13 @@ def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
 
 
 def _is_same_on_cpu(old: Tensor, cast: Tensor) -> bool:
-    return cast.device.type == "cpu" and _kind_of(old) == _kind_of(cast) and torch.equal(old, cast)
+    """Bit for bit, so that NaN is NaN. Of tensors of other kinds, such as fake ones, nobody can say."""
+    is_known = cast.device.type == "cpu" and type(old) is Tensor and type(cast) is Tensor
+    return is_known and _kind_of(old) == _kind_of(cast) and torch.equal(_bits(old), _bits(cast))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _kind_of(cast: Tensor) -> tuple[object, ...]:

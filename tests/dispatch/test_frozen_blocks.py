@@ -119,3 +119,17 @@ def test_in_float64_frozen_blocks_run_in_high_precision(monkeypatch: pytest.Monk
     loka.freeze(model)
     x_MK = torch.randn(20, 32, dtype=torch.float64)
     torch.testing.assert_close(model.double()(x_MK), plain.double()(x_MK))
+
+
+def test_weights_assigned_in_float64_run_in_high_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers do, until they have a format again: not by the codes of the weights before."""
+    emulate(monkeypatch)
+    model = blocks()
+    plain = copy.deepcopy(model)
+    loka.restore(plain)
+    new = {name: torch.randn_like(tensor).double() for name, tensor in plain.state_dict().items()}
+    plain.double().load_state_dict(new)
+    loka.freeze(model)
+    model.load_state_dict(new, assign=True)
+    x_MK = torch.randn(20, 32, dtype=torch.float64)
+    torch.testing.assert_close(model(x_MK), plain(x_MK))

@@ -120,6 +120,32 @@ def test_it_loads_where_tensors_are_swapped(swapping: None, assign: bool) -> Non
     assert torch.equal(model(x), newer(x))
 
 
+def test_codes_are_no_inference_tensors_where_tensors_are_swapped_under_inference_mode(swapping: None) -> None:
+    model, x = frozen(tower(), "onednn.int8", drop=False), batch(17)
+    with torch.inference_mode():
+        model.load_state_dict(tower(1).state_dict())
+    model.load_state_dict(tower(2).state_dict())
+    assert torch.equal(model(x), frozen(tower(2), "onednn.int8", drop=False)(x))
+
+
+def test_weights_assigned_into_the_meta_device_are_cast_where_they_lie() -> None:
+    model, x = frozen(tower(), "onednn.int8", drop=False).to("meta"), batch(17)
+    model.load_state_dict(tower(1).state_dict(), assign=True)
+    assert torch.equal(model(x), frozen(tower(1), "onednn.int8", drop=False)(x))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_transforms_vector_is_not_lost_on_the_meta_device(is_frozen: bool) -> None:
+    """Which no checkpoint holds while the weight is there."""
+    model = tower()
+    site = {"bottom": SiteKernels.same("onednn.int8")}
+    loka.apply_plan(model, plan_for(model, site, goal=Goal.SERVING, vectors={"bottom/center": torch.ones(24)}))
+    if is_frozen:
+        loka.freeze(model)
+    with pytest.raises(InvalidInput, match="the vector of a transform would be lost on the meta device"):
+        model.to("meta")
+
+
 def test_it_comes_back_from_the_meta_device_and_is_filled() -> None:
     source, x = frozen(tower(), "onednn.int8", drop=True), batch(17)
     state = {name: tensor.clone() for name, tensor in source.state_dict().items()}

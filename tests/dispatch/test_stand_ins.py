@@ -14,6 +14,7 @@ from loka.core.errors import InvalidInput, KernelUnavailable
 from loka.core.plan import BlockPlan, Goal
 from loka.dispatch.apply import give_back
 from loka.dispatch.planned import PassThrough, PlannedLinear
+from loka.kernels.executor import SiteKernels
 from loka.nn.fused_block import FusedBlock
 from loka.nn.weight_casts import held
 
@@ -190,6 +191,13 @@ class TestADtypeThatNothingCasts:
         assert model(batch().double()).dtype is torch.float64
 
 
+def _step_alone(layer: nn.Module) -> None:
+    torch.set_num_threads(1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer(torch.randn(32, 24)).square().mean().backward()
+    optimizer.step()
+
+
 class TestWhereAModelLies:
     def test_casts_are_shared_with_other_processes_as_the_weight_is(self) -> None:
         """A step in one of them is then seen by all."""
@@ -205,6 +213,20 @@ class TestWhereAModelLies:
         assert {name: tensor.data_ptr() for name, tensor in held(model.bottom).items()} == {
             name: tensor.data_ptr() for name, tensor in before.items()
         }
+
+    def test_what_another_process_wrote_is_read_after_refresh(self) -> None:
+        """It wrote weight and casts, but not the versions by which this process knows what it has packed."""
+        model, x_24 = tower(), torch.randn(32, 24)
+        loka.apply_plan(model, plan_for(model, {"bottom": SiteKernels.same("onednn.int8")}))
+        model.share_memory()
+        before = model.bottom(x_24)
+        process = torch.multiprocessing.get_context("fork").Process(target=_step_alone, args=(model.bottom,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+        loka.refresh(model)
+        assert not torch.equal(model.bottom(x_24), before)
+        assert torch.equal(model.bottom(x_24), copy.deepcopy(model.bottom)(x_24))
 
     def test_made_nowhere_and_filled_later(self) -> None:
         with torch.device("meta"):

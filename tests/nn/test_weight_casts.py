@@ -56,6 +56,18 @@ def test_prepared_anew_where_the_weight_or_a_cast_lies_elsewhere() -> None:
     assert prepared.n == 4
 
 
+def test_casts_that_hold_nan_and_come_out_as_they_were_are_not_written() -> None:
+    """A backward pass to come may read them: here another layer has made a step in between."""
+    layer, other = LokaLinear(16, 8, kernels=SAME), nn.Linear(2, 2)
+    with torch.no_grad():
+        layer.weight[0, 0] = torch.nan
+    optimizer = torch.optim.SGD([*layer.parameters(), *other.parameters()], lr=0.1)
+    y = layer(torch.randn(4, 16, requires_grad=True))
+    other(torch.randn(2, 2)).sum().backward()
+    optimizer.step()
+    y.nansum().backward()
+
+
 def test_a_weight_that_moved_on_is_let_go() -> None:
     for leave in (drop_casts, lambda module: store_casts(module, {"codes": torch.zeros(2, 2)})):
         module, weight = nn.Linear(4, 4), torch.randn(4, 4)
