@@ -3,13 +3,16 @@
 import importlib
 import pkgutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from loka.core.errors import UnknownName
 from loka.core.names import did_you_mean
 
 T = TypeVar("T")
+_registries: "weakref.WeakSet[Registry[Any]]" = weakref.WeakSet()
 
 
 class Registry(Generic[T]):
@@ -24,6 +27,7 @@ class Registry(Generic[T]):
         self._unread = package
         self._is_loading, self._lock = False, threading.RLock()
         self._entries: dict[str, T] = {}
+        _registries.add(self)
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Decorate a class without constructor arguments: one instance of it is registered under ``name``."""
@@ -65,7 +69,7 @@ class Registry(Generic[T]):
 
     def _load(self) -> None:
         """Import what registers entries. Who asks meanwhile waits, but for those very modules, and an import that failed is
-        tried again: never are some of the entries taken for all."""
+        tried again, without what it had registered: never are some of the entries taken for all."""
         if self._unread is None:
             return
         with self._lock:
@@ -74,7 +78,20 @@ class Registry(Generic[T]):
             self._is_loading = True
             try:
                 for module in pkgutil.iter_modules(importlib.import_module(self._unread).__path__, f"{self._unread}."):
-                    importlib.import_module(module.name)
+                    with _undone_on_failure():
+                        importlib.import_module(module.name)
                 self._unread = None
             finally:
                 self._is_loading = False
+
+
+@contextmanager
+def _undone_on_failure() -> Iterator[None]:
+    """What a module that fails has registered, in any registry, is taken back: it would stand in the way of the next try."""
+    before = {registry: dict(registry._entries) for registry in list(_registries)}
+    try:
+        yield
+    except BaseException:
+        for registry, entries in before.items():
+            registry._entries = entries
+        raise

@@ -126,10 +126,14 @@ class TestRegistry:
         package = tmp_path / "nuts"
         package.mkdir()
         (package / "__init__.py").write_text(
-            "from loka.core.registry import Registry\nNUTS, is_ready = Registry('nut', 'nuts'), False\n"
+            "from loka.core.registry import Registry\n"
+            "NUTS, CRACKED, is_ready = Registry('nut', 'nuts'), Registry('cracked nut'), False\n"
         )
         (package / "acorn.py").write_text(
-            "import nuts\nif not nuts.is_ready:\n    raise ZeroDivisionError\nnuts.NUTS.add('acorn', 1)\n"
+            "import nuts\n"
+            "nuts.NUTS.add('acorn', 1)\n"
+            "nuts.CRACKED.add('acorn', 1)\n"
+            "if not nuts.is_ready:\n    raise ZeroDivisionError\n"
         )
         (package / "walnut.py").write_text("import nuts\nnuts.NUTS.add('walnut', 2)\n")
         monkeypatch.syspath_prepend(str(tmp_path))
