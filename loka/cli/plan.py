@@ -53,7 +53,7 @@ def plan(
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {made.total}", soft_wrap=True)
-    if survey.document.record and (there := id_in(folder)) and there != survey.document.record:
+    if (there := id_in(folder)) and there != survey.document.record:
         other = f"The survey in {folder} was measured on another record than the one that is there now"
         out.print(f"{other}: loka measure {quote(str(folder))} measures that.", soft_wrap=True)
     in_code = f"loka.apply_plan(model, loka.Plan.load({str(folder)!r}))"

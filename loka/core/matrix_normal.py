@@ -108,4 +108,7 @@ def _factor(covariance: "Tensor") -> "Tensor":
         if not failed:
             return factor
         epsilon = 10 * epsilon
-    raise InvalidInput("the spread of a weight over time is no covariance: it holds NaN or infinity, or nothing but zeros")
+    raise InvalidInput(
+        "the spread of a weight over time is no covariance: it holds NaN or infinity, or nothing but zeros. Draw from sites "
+        "whose weight moved, of a run that did not diverge"
+    )

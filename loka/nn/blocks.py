@@ -111,7 +111,7 @@ class Block:
         if self.read_by:
             notes.append(f"its parameters are read by {self.read_by}")
         if self.shared:
-            notes.append(f"{self.shared} behind it runs elsewhere too: with one of its own it could run as a block")
+            notes.append(f"{self.shared} behind it runs elsewhere too, so that no block can absorb it")
         return tuple(notes)
 
 

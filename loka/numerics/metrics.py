@@ -92,8 +92,9 @@ def misread_share(x: Tensor, q: Quantized) -> Tensor:
         exact = part.to(torch.float64)
         off_K += (dequantize(q_part, torch.float64) - exact).square().sum(0)
         norm_K += exact.square().sum(0)
-    misread_K = ~(off_K <= MISREAD**2 * norm_K)  # NaN is misread
-    return misread_K.sum(dtype=torch.float64) / (norm_K != 0).sum().clamp(min=1)
+    present_K = norm_K != 0
+    misread_K = present_K & ~(off_K <= MISREAD**2 * norm_K)  # NaN is misread
+    return misread_K.sum(dtype=torch.float64) / present_K.sum().clamp(min=1)
 
 
 def saturated_share(x: Tensor, q: Quantized) -> Tensor:

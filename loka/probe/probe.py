@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -103,6 +104,7 @@ class Probe:
         self._dtypes: dict[str, torch.dtype] = {}  # what each site was last called in
         self._samples = 0
         self._saw_forward = False
+        self._id = uuid.uuid4().hex
         self._unlearned: deque[tuple[SiteLearning, Rows]] = deque()  # of the newest sample,
         self._all_finite = Answer(torch.tensor(True))  # whether there is no NaN or infinity in it
         self._sites_a_step = 0  # to be learned behind each step
@@ -199,6 +201,7 @@ class Probe:
             sites=sites,
             uncovered=tuple(map(str, found.uncovered)),
             steps_seen=self.steps_seen,
+            id=f"{self._id}-{self.steps_seen}",
         )
 
     def _take(self, seen: Watch) -> None:

@@ -13,7 +13,8 @@ from loka.report.attempts import closest_attempt
 from loka.report.page_data import MapPoint, PlanRow, RejectedFor, Rejection, SiteMap
 from loka.report.words import number
 
-_NUMBER, _ANY = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"), "…"
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w)")  # and not the digits of a name such as e4m3
+_ANY, _HOLE = "…", "\0"  # what stands for one, as shown and as compared: no reason holds the latter
 MOST_PLACES = 30  # sites named for one reason; the count says how many there are
 
 
@@ -119,7 +120,7 @@ def list_rejected(plan: PlanDocument) -> tuple[Rejection, ...]:
         for refusal in site.refused:
             kernel = refusal.kernel if refusal.transform is Transform.NONE else f"{refusal.kernel} + {refusal.transform}"
             where = site.site if refusal.role is None else f"{site.site} {refusal.role}"
-            places[kernel][_NUMBER.sub(_ANY, refusal.reason)].append((refusal.reason, where))
+            places[kernel][_NUMBER.sub(_HOLE, refusal.reason)].append((refusal.reason, where))
     alike: dict[tuple[RejectedFor, ...], list[str]] = defaultdict(list)
     for kernel, reasons in places.items():
         alike[_most_frequent_first(reasons)].append(kernel)

@@ -92,9 +92,10 @@ def read_run(run: str | Path) -> Run:
         others.append("training")  # of the models that were compared
     for part in others:
         lacks(part, f"{PARTS[part][0]} is of another model than {PARTS[newest][0]}")
-    if record and survey and "survey" not in others and record.id and survey.record not in ("", record.id):
+    # Older files name nothing: a Survey then is of no Record that has an id, and a plan of no Survey that names its Record.
+    if record and survey and "survey" not in others and record.id and survey.record != record.id:
         lacks("survey", "survey.json was measured on another record than the one that is here")
-    if survey and plan and "plan" not in others and plan.survey not in ("", survey.digest):
+    if survey and plan and "plan" not in others and (plan.survey or survey.record) and plan.survey != survey.digest:
         lacks("plan", "plan.json was made from another survey than the one that is here")
     if not training:
         lacks("training", "there is no metrics.jsonl, which loka train writes of LoKA's own models")

@@ -146,6 +146,8 @@ def test_features_whose_cast_is_nan_are_misread():
     x = torch.ones(20, 4)
     q = quantize(x, Format.E4M3, Scaling.COLWISE)
     assert float(misread_share(x, q._replace(scale=torch.full_like(q.scale, math.nan)))) == 1
+    x[:, 1:] = 0  # and these have nothing to misread
+    assert float(misread_share(x, q._replace(scale=torch.full_like(q.scale, math.nan)))) == 1
 
 
 def test_poisoned_values_are_not_called_flushed():

@@ -59,6 +59,13 @@ def test_a_record_that_was_not_measured_yet_is_told(
     assert ("was measured on another record" in capsys.readouterr().out) is told
 
 
+def test_a_survey_that_names_no_record_is_of_none_that_has_an_id(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    Survey(msgspec.structs.replace(Survey.load(surveyed).document, record="")).save(surveyed)
+    save_file({"weight": torch.ones(1)}, surveyed / "record.safetensors", metadata={"document": '{"id": "one"}'})
+    run(f"plan {surveyed}")
+    assert "was measured on another record" in capsys.readouterr().out
+
+
 def test_a_record_that_cannot_be_read_is_no_other_one(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
     Survey(msgspec.structs.replace(Survey.load(surveyed).document, record="one")).save(surveyed)
     (surveyed / "record.safetensors").write_bytes(b"half of it")

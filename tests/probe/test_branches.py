@@ -435,5 +435,5 @@ def test_what_runs_elsewhere_too_is_in_no_block_and_in_no_chain() -> None:
     sites = probe.record().sites
     assert {name: site.norm for name, site in sites.items()} == {"first": None, "again": None, "last": "own", "head": None}
     assert all(site.producer is None for site in sites.values())
-    told = "norm behind it runs elsewhere too: with one of its own it could run as a block"
+    told = "norm behind it runs elsewhere too, so that no block can absorb it"
     assert [name for name, site in sites.items() if told in site.notes] == ["first"]

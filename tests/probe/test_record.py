@@ -392,6 +392,19 @@ def test_a_head_in_one_run_is_a_head_and_what_stays_in_one_stays(record: Record)
         assert merged.uncovered == ("linear",)
 
 
+def test_records_of_the_same_step_have_one_id() -> None:
+    """One that was saved, and one that was measured."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    ids = []
+    probe, other = loka.Probe(model, every=1), loka.Probe(model, every=1)
+    for _ in range(2):
+        for one in (probe, other):
+            with one.step():
+                model(torch.randn(4, 8)).sum().backward()
+            ids += [one.record().id, one.record().id]
+    assert [ids.index(id) for id in ids] == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
 def test_a_record_keeps_its_id_in_its_file_and_merged_is_another(record: Record, tmp_path: Path) -> None:
     record.save(tmp_path)
     assert Record.load(tmp_path).id == record.id == id_in(tmp_path)

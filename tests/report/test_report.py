@@ -17,7 +17,7 @@ from loka.core.comparison import WAITING
 from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
-from loka.core.plan import Choice, Goal, PlanDocument, Refusal
+from loka.core.plan import Choice, Goal, Plan, PlanDocument, Refusal
 from loka.core.recipe import Transform
 from loka.core.survey import Candidate, SiteSurvey, Survey
 from loka.planner.plan import make_plan
@@ -184,6 +184,12 @@ class TestPlanRows:
             ("a head of 8", 2, 2),
         ]
 
+    def test_digits_of_names_are_no_numbers(self, survey) -> None:
+        reasons = ("writes e4m3, not bf16", "writes e5m2, not bf16", "took … of 8", "took 3 of 8")
+        refused = tuple(Refusal("some", reason, Role.FPROP) for reason in reasons)
+        (told,) = (r for r in list_rejected(self.changed(survey, refused=refused)) if "some" in r.kernels[0])
+        assert {reason.reason for reason in told.reasons} == set(reasons)
+
     def test_a_long_plan_shows_the_sites_with_most_time_and_counts_the_rest(self, big_run) -> None:
         page = gather_page(read_run(big_run(MOST_ROWS + 20)))
         out = io.StringIO()
@@ -345,11 +351,23 @@ class TestIncompleteRuns:
         assert "survey.json was measured on another record" in told.why
         assert page.plan
 
-    def test_a_plan_of_another_survey_is_told(self, whole_run: Path, survey) -> None:
-        Survey(msgspec.structs.replace(survey.document, findings=("measured again",))).save(whole_run)
+    def test_a_plan_of_another_survey_is_told(self, whole_run: Path) -> None:
+        Survey(msgspec.structs.replace(Survey.load(whole_run).document, findings=("measured again",))).save(whole_run)
         (told,) = gather_page(read_run(whole_run)).missing
         assert (told.part, told.command) == ("plan", f"loka plan {whole_run}")
         assert "plan.json was made from another survey" in told.why
+
+    def test_parts_that_name_nothing_are_of_no_part_that_does(self, whole_run: Path) -> None:
+        """Measured and planned by a LoKA that did not write ids, and probed, or measured, by one that does."""
+        survey = Survey.load(whole_run)
+        nameless = msgspec.structs.replace(survey.document, record="")
+        Survey(nameless).save(whole_run)
+        make_plan(Survey(nameless)).save(whole_run)
+        assert [part.part for part in read_run(whole_run).missing] == ["survey"]
+        survey.save(whole_run)
+        plan = make_plan(survey)
+        Plan(msgspec.structs.replace(plan.document, survey="")).save(whole_run)
+        assert [part.part for part in read_run(whole_run).missing] == ["plan"]
 
     def test_a_copied_run_is_whole(self, whole_run: Path, tmp_path: Path) -> None:
         """Copies are as old as their turn."""
