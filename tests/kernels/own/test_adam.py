@@ -112,7 +112,7 @@ def check_by_rows(rows: int, cols: int, options: Options, seed: int, where: torc
     adam = adam_of(weight, options, found_inf=torch.zeros((), device=where) if found else None)
     reference, codes = Reference(weight, options), cast_by_rows(weight)
     rewrite = rewriting_by_rows(weight, codes, adam)
-    for step in range(1, 4):
+    for step in range(1, 3):
         adam.step.add_(1)
         adam.gradient.copy_(randn(rows, cols, seed + step, where, 10.0 ** (step - 2)))
         reference.step(adam.gradient)
@@ -144,8 +144,8 @@ def test_interpreted_steps_with_one_scale(
 @settings(max_examples=5)
 @example(rows=3, cols=4097, options=Options(), seed=0, found=True)  # one column past the last whole tile
 @given(
-    rows=st.integers(1, 12),
-    cols=st.sampled_from([512, 513, 1000, 4097]),
+    rows=st.integers(1, 8),
+    cols=st.sampled_from([512, 513, 1000]),
     options=OPTIONS,
     seed=st.integers(0, 99),
     found=st.booleans(),
