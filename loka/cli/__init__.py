@@ -21,8 +21,8 @@ from loka.core.errors import LokaError
 from loka.core.progress import is_read
 
 # As --help shows them: in the order they are used.
-FLOW = Group.create_ordered("From a model to its plan")
-BESIDE = Group.create_ordered("Beside it")
+WORKFLOW = Group.create_ordered("Workflow")
+OTHERS = Group.create_ordered("Other commands")
 OPTIONS = Group.create_ordered("Options")
 
 app = App(
@@ -33,9 +33,9 @@ app = App(
 )
 app["--help"].group = app["--version"].group = OPTIONS
 for order, command in enumerate((demo, probe, measure, plan, train, report)):
-    app.command(command, group=FLOW, sort_key=order)
-app.command(kernels, group=BESIDE)
-bench.app.group = BESIDE
+    app.command(command, group=WORKFLOW, sort_key=order)
+app.command(kernels, group=OTHERS)
+bench.app.group = OTHERS
 app.command(bench.app)
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         if done.code:  # else it went well, as far as it was read
             raise
     except KeyboardInterrupt:  # in what does not say by itself how to go on
-        print("\nstopped: the same command again goes on with what is not done", file=sys.stderr)
+        print("\nstopped: run the same command again to continue with the rest", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except (LokaError, OSError) as error:
         if not isinstance(error, BrokenPipeError) or is_read(sys.stdout):  # or nobody is left to tell

@@ -26,14 +26,17 @@ def model(
     arms: Annotated[list[str] | None, Parameter(help="Ways to run a model; all if not given.", consume_multiple=True)] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     timed_steps: Annotated[int, Parameter(help="Steps of each arm that are timed.")] = 20,
-    budget_s: Annotated[float, Parameter(help="Start no arm after this many seconds; with workers, no group.")] = float("inf"),
+    budget_s: Annotated[
+        float, Parameter(help="Start no new arm (with --workers: no new group) after this many seconds.")
+    ] = float("inf"),
     kernels: Annotated[
         list[str] | None, Parameter(help="To plan from, beside blocks; all if not given.", consume_multiple=True)
     ] = None,
     workers: Annotated[
-        int, Parameter(help="Arms made ready side by side, each with its memory; 0 for one after another in this process.")
+        int,
+        Parameter(help="Arms prepared in parallel, each using its own memory; 0 runs them one after another in this process."),
     ] = 0,
-    surveys: Annotated[Path | None, Parameter(help="Folder to keep surveys in; those that are there are planned from.")] = None,
+    surveys: Annotated[Path | None, Parameter(help="Folder for surveys; surveys already there are reused.")] = None,
     retry_failed: Annotated[bool, Parameter(help="Try again what could not run in an earlier call.")] = False,
     out: Out = "benchmarks/results",
     results: Results = None,
@@ -82,7 +85,7 @@ def model(
         for arm, row in measured:
             about = {"model": cell.model, "preset": cell.preset, "batch_size": cell.batch_size, "goal": cell.goal, "arm": arm}
             gathered.add(f"{cell}/{arm}", about | row)
-            told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f} times bf16"
+            told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f}× as fast as bf16"
             print(f"{cell}/{arm}: {told}, after {time.monotonic() - begin:.0f} s", flush=True)
             if time.monotonic() - begin > budget_s:
                 print("the time budget is spent: the same call again measures the rest")

@@ -24,10 +24,10 @@ def quality(
     seeds: Annotated[list[int] | None, Parameter(help="0 to 7 if not given.", consume_multiple=True)] = None,
     movielens: Annotated[str | None, Parameter(help="Folder of MovieLens-1M.")] = None,
     criteo: Annotated[str | None, Parameter(help="TSV of the Criteo Display Advertising set.")] = None,
-    model: Annotated[str | None, Parameter(help="In place of the settings' own, Wukong.")] = None,
-    preset: Annotated[str | None, Parameter(help="In place of the settings' own, small.")] = None,
-    steps: Annotated[int | None, Parameter(help="In place of the settings' own: an epoch, or 20 M examples.")] = None,
-    batch_size: Annotated[int | None, Parameter(help="In place of the settings' own.")] = None,
+    model: Annotated[str | None, Parameter(help="Overrides the setting's model (Wukong).")] = None,
+    preset: Annotated[str | None, Parameter(help="Overrides the setting's preset (small).")] = None,
+    steps: Annotated[int | None, Parameter(help="Overrides the setting's steps (one epoch, or 20 M examples).")] = None,
+    batch_size: Annotated[int | None, Parameter(help="Overrides the setting's batch size.")] = None,
     kernels: Annotated[
         list[str] | None, Parameter(help="To plan from, beside blocks; all if not given.", consume_multiple=True)
     ] = None,

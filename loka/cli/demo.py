@@ -16,8 +16,8 @@ def demo(
 ) -> None:
     """Train a model under the Probe, measure, plan, train on, serve, and compare with its high-precision twin.
 
-    A few minutes on two CPU cores (INT8) or one GPU (FP8); ends with OUT/report.html. Interrupted, the same command goes on
-    from the last checkpoint.
+    A few minutes on two CPU cores (INT8) or one GPU (FP8); ends with OUT/report.html. If interrupted, run the same command
+    again to continue from the last checkpoint.
 
     Example: loka demo -o run
     """
@@ -39,8 +39,9 @@ def demo(
     try:
         run_demo(replace(settings_for(where), device=str(where)), out, stage)
     except KeyboardInterrupt:
-        goes_on = "goes on where it stopped" if has_begun(out) else "begins again: there is no checkpoint yet"
-        print(f"\nstopped: `loka demo -o {quote(out)}` {goes_on}", file=sys.stderr)
+        again = f"`loka demo -o {quote(out)}{'' if device == 'auto' else f' --device {quote(device)}'}`"
+        starts_over = f"{again} starts over, because there is no checkpoint yet"
+        print(f"\nstopped: {f'run {again} to continue where it stopped' if has_begun(out) else starts_over}", file=sys.stderr)
         sys.exit(130)
     path = write_report(out)
     print(f"\n{headline(read_run(out))}  ({time.monotonic() - begin:.0f} s)")

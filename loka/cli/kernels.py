@@ -97,7 +97,8 @@ def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
     out = console()
     out.print(_measured_table(rows, baseline_kernel(format_of(dtype)), f"{site} on {device_of(where)}, a {dtype} model"))
     _print_reasons(out, [(row.kernel, row.role, row.why_not) for row in rows if row.why_not])
-    out.print("whole = casts of activations and gradients + GEMM; the cast of w is paid once a step, never when serving")
+    whole = "whole = casts of activations and gradients + GEMM"
+    out.print(f"{whole}. The cast of w is not included: it is paid once per training step, and never in serving")
 
 
 def _require_memory(site: SiteShape, where: "torch.device") -> None:
@@ -106,8 +107,8 @@ def _require_memory(site: SiteShape, where: "torch.device") -> None:
 
     free, needed = free_bytes(where), 8 * COPIES * (site.m * site.k + site.n * site.k + site.m * site.n)
     if free is not None and needed > free:
-        told = f"{site} takes about {needed / 2**30:,.0f} GiB to measure, and {free / 2**30:,.0f} are free on {where}"
-        raise InvalidInput(f"{told}: give a smaller shape")
+        told = f"measuring {site} needs about {needed / 2**30:,.0f} GiB, but only {free / 2**30:,.0f} GiB are free on {where}"
+        raise InvalidInput(f"{told}: use a smaller shape")
 
 
 def _measured_table(rows: "list[GemmMeasurement]", baseline: str, title: str) -> Table:
@@ -127,4 +128,4 @@ def _measured_table(rows: "list[GemmMeasurement]", baseline: str, title: str) ->
 
 def _print_reasons(out: Console, refusals: list[tuple[str, Role | None, str]]) -> None:
     for names, reason in grouped_reasons(refusals):
-        out.print(Text.assemble(("not here:", "bold"), f" {names}\n    {reason}"))
+        out.print(Text.assemble(("cannot run here:", "bold"), f" {names}\n    {reason}"))

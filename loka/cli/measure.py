@@ -28,7 +28,7 @@ def measure(
 ) -> None:
     """Measure error and time of every kernel at every site that the record in RUN knows; writes RUN/survey.json.
 
-    Interrupted, the same command goes on where it stopped.
+    If interrupted, run the same command again to continue where it stopped.
 
     Example: loka probe wukong-small@synthetic -o run && loka measure run
     """
@@ -42,7 +42,7 @@ def measure(
     except KeyboardInterrupt:
         again = ["loka", "measure", str(run), *(["--kernels", *kernels] if kernels else [])]
         again += ["--device", device] if device != "auto" else []
-        print(f"\nstopped: `{shlex.join(again)}` goes on where it stopped", file=sys.stderr)
+        print(f"\nstopped: run `{shlex.join(again)}` to continue where it stopped", file=sys.stderr)
         sys.exit(130)
     _print(survey)
     console().print(f"{folder}/survey.json   Next: loka plan {shlex.quote(str(folder))}", soft_wrap=True)
@@ -61,7 +61,8 @@ def _table(survey: "Survey") -> Table:
     """A site a line, a role a column: of the timed kernels within the usual error the one with the fastest GEMM."""
     environment = survey.document.environment
     header = ["site", "rows×in×out", *Role]
-    table = plain_table(f"Fastest GEMM within {GATE} {MAX_ERROR}, its speed-up and error, on {environment.device}", header)
+    title = f"Per role: the fastest GEMM with {GATE} up to {MAX_ERROR}, its speed-up without casts, and its error"
+    table = plain_table(f"{title}, on {environment.device}", header)
     for site in survey.sites:
         rows = by_frequency(site.calls)[0] if site.calls else 0
         table.add_row(site.site, f"{rows}×{site.k}×{site.n}", *(_cell(site, role, rows) for role in Role))

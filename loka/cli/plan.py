@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 def plan(
     run: Path,
     *,
-    goal: Annotated[Literal["training", "serving"], Parameter(help="All three GEMMs of a site, or fprop alone.")] = "training",
-    max_error: Annotated[float, Parameter(help="Largest mere_floored, by the upper end of its interval.")] = MAX_ERROR,
-    min_speedup: Annotated[float, Parameter(help="A site must get this many times as fast, casts included.")] = MIN_SPEEDUP,
+    goal: Annotated[
+        Literal["training", "serving"], Parameter(help="training plans all three GEMMs of a site, serving only fprop.")
+    ] = "training",
+    max_error: Annotated[
+        float, Parameter(help="Largest error allowed (mere_floored), judged by the upper end of its 95 % interval.")
+    ] = MAX_ERROR,
+    min_speedup: Annotated[
+        float, Parameter(help="Smallest speed-up, casts included, for which a site leaves high precision.")
+    ] = MIN_SPEEDUP,
     keep: Annotated[
         list[str] | None, Parameter(help="Sites, modules or patterns that stay in high precision.", consume_multiple=True)
     ] = None,
@@ -54,12 +60,13 @@ def plan(
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {made.total}", soft_wrap=True)
     if (there := id_in(folder)) and there != survey.document.record:
-        other = f"The survey in {folder} was measured on another record than the one that is there now"
-        out.print(f"{other}: loka measure {quote(str(folder))} measures that.", soft_wrap=True)
+        other = f"The survey in {folder} was measured from a different record than the one there now"
+        out.print(f"{other}. To measure the current record: loka measure {quote(str(folder))}", soft_wrap=True)
     in_code = f"loka.apply_plan(model, loka.Plan.load({str(folder)!r}))"
     out.print(f"Next: loka report {quote(str(folder))}, or in your code {in_code}", soft_wrap=True)
-    by_us = f"loka train --model MODEL --plan {quote(str(path))} --steps 500"
-    out.print(f"For LoKA's own models: {by_us}   (why not another kernel: this command with --site NAME)", soft_wrap=True)
+    training = f"loka train --model MODEL --plan {quote(str(path))} --steps 500"
+    out.print(f"To train a built-in model by this plan: {training}", soft_wrap=True)
+    out.print("To see why a site got its kernels: add --site NAME to this command", soft_wrap=True)
 
 
 def _table(made: "Plan") -> Table:
@@ -91,8 +98,9 @@ def _site(made: "Plan", name: str) -> "SitePlan":
 
 def _conditions(made: "Plan") -> str:
     document = made.document
-    limits = ", ".join(f"{role} {document.max_error[role]:g}" for role in made.sites[0].kernels)
-    return f"{document.goal} on {document.environment.device}: error up to {limits}; at least {document.min_speedup:g}×"
+    error = document.max_error[Role.FPROP]  # --max-error is one for all roles
+    limits = f"error at most {error:g}, speed-up at least {document.min_speedup:g}×, casts included"
+    return f"Plan for {document.goal} on {document.environment.device}. Limits: {limits}"
 
 
 def _print_site(one: "SitePlan", conditions: str) -> None:
@@ -102,4 +110,4 @@ def _print_site(one: "SitePlan", conditions: str) -> None:
     for role, choice in one.kernels.items():
         out.print(f"  {role}: {choice.kernel}: {choice.reason}", highlight=False)
     for names, reason in grouped_reasons((r.kernel, r.role, r.reason) for r in one.refused):
-        out.print(f"  not {names}: {reason}", highlight=False)
+        out.print(f"  rejected {names}: {reason}", highlight=False)

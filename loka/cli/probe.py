@@ -22,21 +22,23 @@ def probe(
     workload: str,
     *,
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="Folder of the run.")] = Path("run"),
-    steps: Annotated[int, Parameter(help="Steps to train; batches begin anew when they end.")] = 200,
-    every: Annotated[int, Parameter(help="Learn from one step in this many.")] = 10,
+    steps: Annotated[int, Parameter(help="Training steps; batches start over when they run out.")] = 200,
+    every: Annotated[int, Parameter(help="Sample one step in this many.")] = 10,
     mods: Annotated[list[str] | None, Parameter(help="Mods to make before training.", consume_multiple=True)] = None,
-    data_path: Annotated[Path | None, Parameter(help="Where the data of a workload of ours lies.")] = None,
-    batch_size: Annotated[int | None, Parameter(help="Of a workload of ours: examples in a batch, 2048 if not given.")] = None,
-    precision: Annotated[
-        Literal["fp32", "bf16"] | None, Parameter(help="Of a workload of ours; bf16 on a GPU and fp32 on a CPU if not given.")
+    data_path: Annotated[Path | None, Parameter(help="Built-in workloads only: path of the data.")] = None,
+    batch_size: Annotated[
+        int | None, Parameter(help="Built-in workloads only: examples in a batch; 2048 if not given.")
     ] = None,
-    device: Annotated[str | None, Parameter(help="Of a workload of ours: cpu, cuda, or auto.")] = None,
-    seed: Annotated[int | None, Parameter(help="Of a workload of ours: decides its weights and batches.")] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16"] | None, Parameter(help="Built-in workloads only: bf16 on a GPU and fp32 on a CPU if not given.")
+    ] = None,
+    device: Annotated[str | None, Parameter(help="Built-in workloads only: cpu, cuda, or auto.")] = None,
+    seed: Annotated[int | None, Parameter(help="Built-in workloads only: decides weights and batches.")] = None,
 ) -> None:
     """Train WORKLOAD with Adam under the Probe; writes OUT/record.safetensors.
 
-    WORKLOAD is a model of ours on data of ours, MODEL-SIZE@DATA, or package.module:function, a function of yours that returns
-    loka.Workload(model, batches, loss). Interrupted, it writes what it learned so far.
+    WORKLOAD is either MODEL-SIZE@DATA (a built-in model and data set) or package.module:function (your function that returns
+    loka.Workload(model, batches, loss)). If interrupted, it writes what it learned so far.
 
     Example: loka probe wukong-small@synthetic -o run
     """
@@ -67,8 +69,8 @@ def _print(record: "Record") -> None:
     out = console()
     out.print(_table(record))
     for finding in record.findings:
-        remedy = (" ", (finding.remedy, "bold"), " mends it.") if finding.remedy else ()
-        out.print(Text.assemble((f"found at {finding.site}:", "bold"), f" {finding.message}.", *remedy))
+        remedy = (" Fix: ", (finding.remedy, "bold"), ".") if finding.remedy else ()
+        out.print(Text.assemble((f"finding at {finding.site}:", "bold"), f" {finding.message}.", *remedy))
     for function, count in Counter(record.uncovered).items():
         out.print(f"not covered: {function}{f' ({count} times)' if count > 1 else ''}", highlight=False)
 

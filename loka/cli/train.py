@@ -51,7 +51,7 @@ def _how_to_go_on(config: TrainConfig) -> str:
 
     if list_checkpoints(RunFolder(config.out or "run").checkpoints):
         return f"continue from the newest checkpoint in {config.out} with --resume"
-    return f"there is no checkpoint in {config.out} yet (--checkpoint-every {config.checkpoint_every}): --resume begins again"
+    return f"no checkpoint in {config.out} yet (--checkpoint-every {config.checkpoint_every}): --resume starts over"
 
 
 def _applied(result: "TrainResult") -> str:
@@ -60,8 +60,10 @@ def _applied(result: "TrainResult") -> str:
     applied = applied_to(result.model.dense_part) or applied_to(result.model)
     assert applied is not None
     calls = applied.high_precision_calls()
-    missed = f"; {sum(calls.values()):,} calls had rows that their kernels could not take" if calls else ""
-    return f"{applied}{missed}"
+    if not calls:
+        return str(applied)
+    why = "because their kernels could not take that number of rows"
+    return f"{applied}; {sum(calls.values()):,} calls ran in high precision, {why}"
 
 
 def _value(text: Option) -> Option:
@@ -83,4 +85,4 @@ def _print_summary(config: TrainConfig, result: "TrainResult") -> None:
         print(f"  by {config.plan}: {_applied(result)}")
     print(f"  {config.out}/metrics.jsonl  {config.out}/summary.json  {config.out}/checkpoints/")
     if not config.decay_steps:  # the line down to 0 would begin elsewhere
-        print(f"To train on: the same command with --resume and more than --steps {result.steps}")
+        print(f"To continue training: the same command with --resume and --steps above {result.steps}")

@@ -4,6 +4,7 @@ from collections import Counter
 
 from loka.core.comparison import Comparison, QualityPair, TimePair, other_precision
 from loka.core.plan import Goal, PlanDocument, SitePlan
+from loka.core.survey import Ceiling
 from loka.report.page_data import Tile
 from loka.report.plan_view import shares
 from loka.report.run import Run
@@ -23,7 +24,7 @@ def headline(run: Run) -> str:
         if not low:
             return f"All {len(run.plan.sites)} sites stay in {run.plan.dtype}: {_why_nothing_moves(run)}"
         speedup = times_faster(planned_speedup(run.plan))
-        return f"{low} of {len(run.plan.sites)} sites leave {run.plan.dtype}: all sites together {speedup} as fast"
+        return f"{low} of {len(run.plan.sites)} sites leave {run.plan.dtype}; the plan promises {speedup} over all sites"
     if run.survey:
         return f"{len(run.survey.sites)} sites measured, no plan yet"
     if run.record:
@@ -47,37 +48,40 @@ def summarize(run: Run) -> tuple[str, ...]:
     """A few sentences below the headline."""
     sentences = []
     if run.comparison and run.comparison.quality:
-        sentences.append(_comparison_sentence(run.comparison))
+        sentences.append(_comparison_words(run.comparison))
     if run.plan:
-        sentences.append(_plan_sentence(run.plan))
+        sentences.append(_plan_words(run.plan))
     if run.survey and run.survey.ceiling:
-        ceiling = run.survey.ceiling
-        most = f"at most {1 / (1 - ceiling.covered):.1f}×" if ceiling.covered < 0.995 else "no ceiling worth naming"
-        sentences.append(
-            f"Sites hold {percent(ceiling.covered)} of the {duration(ceiling.step_us)} that a step took while it was probed: "
-            f"were they free, it would gain {most}."
-        )
+        sentences.append(_ceiling_words(run.survey.ceiling))
     return tuple(sentences)
 
 
-def _comparison_sentence(comparison: Comparison) -> str:
-    parts = [f"{comparison.model}, beside itself in {comparison.dtype}"]
+def _ceiling_words(ceiling: Ceiling) -> str:
+    step = f"the {duration(ceiling.step_us)} step that was probed"
+    if ceiling.covered >= 0.995:
+        return f"Sites take nearly all of {step}."
+    most = f"If they took no time at all, the step would be at most {1 / (1 - ceiling.covered):.1f}× as fast."
+    return f"Sites take {percent(ceiling.covered)} of {step}. {most}"
+
+
+def _comparison_words(comparison: Comparison) -> str:
+    sentences = [f"{comparison.model}, compared with the same model in {comparison.dtype}."]
     for pair in comparison.quality:
         if pair.goal is Goal.SERVING:
-            parts.append(f"served both ways with the same weights on {pair.examples:,} held-out examples")
+            sentences.append(f"Serving: the same weights in both, {pair.examples:,} held-out examples.")
         else:
             other = f" ({other_precision(comparison.dtype)}: {change_percent(pair.other)})" if pair.other else ""
-            change = f"{change_percent(pair.change)} log-loss{other}"
-            parts.append(f"trained both ways for {comparison.training_steps:,} steps on the same batches: {change}")
-    return "; ".join(parts) + "."
+            steps = f"{comparison.training_steps:,} steps each on the same batches"
+            sentences.append(f"Training: {steps}, log-loss {change_percent(pair.change)}{other}.")
+    return " ".join(sentences)
 
 
-def _plan_sentence(plan: PlanDocument) -> str:
+def _plan_words(plan: PlanDocument) -> str:
     low = [site for site in plan.sites if site.is_low_precision]
     share = sum(shares(plan)[site.site] for site in low)
-    limits = f"error at most {max(plan.max_error.values()):g}, at least {plan.min_speedup:g}× as fast, casts included"
-    moved = f"{len(low)} of {len(plan.sites)} sites ({percent(share)} of their time)"
-    return f"The plan for {plan.goal} takes {moved} out of {plan.dtype}: {limits}."
+    limits = f"error at most {max(plan.max_error.values()):g}, speed-up at least {plan.min_speedup:g}×, casts included"
+    moved = f"{len(low)} of {len(plan.sites)} sites ({percent(share)} of all sites' time)"
+    return f"The plan for {plan.goal} moves {moved} out of {plan.dtype}. Limits: {limits}."
 
 
 def tiles(run: Run) -> tuple[Tile, ...]:
@@ -95,11 +99,8 @@ def tiles(run: Run) -> tuple[Tile, ...]:
         note = f"{percent(share)} of the sites' time{_kernels_chosen(low)}"
         found.append(Tile("sites in low precision", f"{len(low)} of {len(run.plan.sites)}", note))
         if low and not run.comparison:  # what was measured of the whole says more
-            found.append(
-                Tile(
-                    "sites alone", times_faster(planned_speedup(run.plan)), "all GEMMs and casts, as measured one by one", True
-                )
-            )
+            note = "sum of their GEMMs and casts, each measured separately"
+            found.append(Tile("all sites, by the plan", times_faster(planned_speedup(run.plan)), note, True))
     return tuple(found)
 
 
@@ -116,7 +117,7 @@ def _quality_tile(pair: QualityPair) -> Tile:
 def _why_nothing_moves(run: Run) -> str:
     others = [c for site in run.survey.sites for c in site.candidates if c.kernel != site.baseline] if run.survey else []
     if others and all(candidate.why_not for candidate in others):
-        return "no kernel of fewer bits can run here"
+        return "no low-precision kernel can run here"
     return "nothing was both safe and faster"
 
 
@@ -129,9 +130,9 @@ def _kernels_chosen(sites: list[SitePlan]) -> str:
 
 
 def _speed_words(pair: TimePair) -> str:
-    what = "training" if pair.goal is Goal.TRAINING else "serving"
+    what, speed = "Training" if pair.goal is Goal.TRAINING else "Serving", times_faster(pair.speedup.mean)
     if pair.speedup.low > 1:
-        return f"{times_faster(pair.speedup.mean)} faster {what}"
+        return f"{what} {speed} as fast"
     if pair.speedup.high < 1:
-        return f"Slower {what}, {times_faster(pair.speedup.mean)} the speed,"
-    return f"{what.capitalize()} as fast as before ({times_faster(pair.speedup.mean)})"
+        return f"{what} slower ({speed} the speed)"
+    return f"{what} as fast as before ({speed})"

@@ -79,8 +79,9 @@ def _remedy(name: str | None) -> str:
     if name is None:
         return ""
     if name in list(Transform):
-        return f"The transform {name} mends it without retraining: `loka measure` tries it, the plan takes it where it pays."
-    return f'The Mod {name} mends it: loka.apply_mods(model, ["{name}"]) before training.'
+        measured = "`loka measure` tries it, and the plan uses it where it pays off."
+        return f"The transform {name} fixes this without retraining. {measured}"
+    return f'The Mod {name} fixes this: call loka.apply_mods(model, ["{name}"]) before training.'
 
 
 def _uncovered(run: Run) -> tuple[str, ...]:

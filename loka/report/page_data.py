@@ -41,7 +41,7 @@ class SiteMap(Struct, frozen=True):
     max_error: float
     min_speedup: float
     error_axis: str
-    off_the_map: tuple[tuple[str, str], ...] = ()  # sites that no kernel could take: name, reason
+    off_the_map: tuple[tuple[str, str], ...] = ()  # sites without numbers to place them by: name, reason
 
 
 class PlanRow(Struct, frozen=True):

@@ -91,14 +91,14 @@ def read_run(run: str | Path) -> Run:
     if "comparison" in others and training:
         others.append("training")  # of the models that were compared
     for part in others:
-        lacks(part, f"{PARTS[part][0]} is of another model than {PARTS[newest][0]}")
+        lacks(part, f"{PARTS[part][0]} belongs to a different model than {PARTS[newest][0]}")
     # Older files name nothing: a Survey then is of no Record that has an id, and a plan of no Survey that names its Record.
     if record and survey and "survey" not in others and record.id and survey.record != record.id:
-        lacks("survey", "survey.json was measured on another record than the one that is here")
+        lacks("survey", "survey.json was measured from a different record than the one in this folder")
     if survey and plan and "plan" not in others and (plan.survey or survey.record) and plan.survey != survey.digest:
-        lacks("plan", "plan.json was made from another survey than the one that is here")
+        lacks("plan", "plan.json was made from a different survey than the one in this folder")
     if not training:
-        lacks("training", "there is no metrics.jsonl, which loka train writes of LoKA's own models")
+        lacks("training", "there is no metrics.jsonl (`loka train` writes it, for LoKA's built-in models only)")
     return Run(
         path,
         None if "record" in others else record,

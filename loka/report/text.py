@@ -90,14 +90,14 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
 
 
 def _rejected(rejections: tuple[Rejection, ...]) -> Table:
-    table = _table("\nRejected", "kernels", "times>", "most often because")
+    table = _table("\nRejected", "kernels", "times>", "most frequent reason")
     for rejection in rejections:
         table.add_row(", ".join(rejection.kernels), str(rejection.count), rejection.reasons[0].reason)
     return table
 
 
 def _missing(parts: tuple[MissingPart, ...]) -> Table:
-    table = _table("\nNot here yet", "part", "why", "made by")
+    table = _table("\nMissing from this run", "part", "why", "command")
     for part in parts:
         table.add_row(part.part, part.why, part.command)
     return table

@@ -118,7 +118,7 @@ def test_to_be_asked_to_end_is_to_be_interrupted(monkeypatch: pytest.MonkeyPatch
     try:
         with pytest.raises(SystemExit, match="130"):
             main()
-        assert "stopped: the same command again goes on" in capsys.readouterr().err
+        assert "stopped: run the same command again to continue with the rest" in capsys.readouterr().err
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -96,7 +96,7 @@ def test_measures_at_a_shape() -> None:
     [
         (["kernels", "--shape", "3x3"], "a shape is ROWSxINxOUT"),
         (["kernels", "--shape", "0x3x3"], "a shape is ROWSxINxOUT"),
-        (["kernels", "--shape", "8x1000000x1000000"], "GiB to measure"),
+        (["kernels", "--shape", "8x1000000x1000000"], "8x1000000x1000000 needs about 22,352 GiB, but only"),
         (["kernels", "--device", "tpu"], "no device is called 'tpu'"),
         (["kernels", "--device", "meta"], "LoKA runs on cpu and cuda devices"),
         (["bench", "gemm", "--kernels", "torch.roww"], "no kernel is called 'torch.roww'. Did you mean 'torch.rowwise'"),

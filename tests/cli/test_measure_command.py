@@ -45,7 +45,7 @@ def test_interrupted_it_tells_the_whole_command(
     monkeypatch.setattr("loka.measure.survey.measure", interrupt)
     with pytest.raises(SystemExit, match="130"):
         run(f"measure {tmp_path} {more}")
-    assert f"stopped: `{f'loka measure {tmp_path} {told}'.strip()}` goes on" in capsys.readouterr().err
+    assert f"stopped: run `{f'loka measure {tmp_path} {told}'.strip()}` to continue" in capsys.readouterr().err
 
 
 def test_takes_the_paths_of_files_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

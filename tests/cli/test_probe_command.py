@@ -143,7 +143,7 @@ def test_a_broken_pipe_of_the_workload_is_told(own: str) -> None:
 def test_findings_are_printed_with_what_mends_them(own: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(f"probe {own}:stuck --steps 1")
     printed = " ".join(capsys.readouterr().out.split())
-    assert "found at 0: 8 of 8 features of x never change. center mends it." in printed
+    assert "finding at 0: 8 of 8 features of x never change. Fix: center." in printed
 
 
 def test_the_names_of_ours() -> None:

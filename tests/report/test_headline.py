@@ -8,9 +8,9 @@ import pytest
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal
-from loka.core.survey import Survey
+from loka.core.survey import Ceiling, Survey
 from loka.planner.plan import make_plan
-from loka.report.headline import headline
+from loka.report.headline import headline, summarize
 from loka.report.page import gather_page
 from loka.report.run import Run, read_run
 from loka.report.words import NBSP
@@ -22,7 +22,7 @@ def plain(text: str) -> str:
 
 class TestHeadline:
     def test_leads_with_what_was_measured(self, whole_run: Path) -> None:
-        assert plain(headline(read_run(whole_run))) == "1.80× faster serving at +0.003 % ± 0.020 % log-loss"
+        assert plain(headline(read_run(whole_run))) == "Serving 1.80× as fast at +0.003 % ± 0.020 % log-loss"
 
     @pytest.mark.parametrize(
         ("low", "mean", "high", "words"),
@@ -30,7 +30,7 @@ class TestHeadline:
             (0.98, 1.0, 1.02, "Serving as fast as before"),
             (0.98, 1.02, 1.06, "Serving as fast as before (1.02×)"),
             (0.94, 0.98, 1.02, "Serving as fast as before (0.98×)"),
-            (0.7, 0.8, 0.9, "Slower serving, 0.80× the speed,"),
+            (0.7, 0.8, 0.9, "Serving slower (0.80× the speed)"),
         ],
     )
     def test_claims_no_speed_up_that_was_not_there(self, comparison, low, mean, high, words) -> None:
@@ -78,17 +78,26 @@ class TestHeadline:
     def test_the_summary_says_the_limits_and_the_ceiling(self, survey) -> None:
         plan = make_plan(survey, goal=Goal.SERVING, max_error={Role.FPROP: 0.1, Role.WGRAD: 0.3}).document
         limits, ceiling = gather_page(Run(Path("run"), plan=plan, survey=survey.document)).summary
-        assert "error at most 0.3, at least 1.05× as fast" in limits
-        assert (
-            plain(ceiling)
-            == "Sites hold 80 % of the 5 ms that a step took while it was probed: were they free, it would gain at most 5.0×."
+        assert "error at most 0.3, speed-up at least 1.05×, casts included." in limits
+        assert plain(ceiling) == (
+            "Sites take 80 % of the 5 ms step that was probed. "
+            "If they took no time at all, the step would be at most 5.0× as fast."
+        )
+        (whole,) = summarize(Run(Path("run"), survey=msgspec.structs.replace(survey.document, ceiling=Ceiling(5000, 4990))))
+        assert plain(whole) == "Sites take nearly all of the 5 ms step that was probed."  # no 500×
+
+    def test_the_summary_says_with_what_the_model_was_compared(self, comparison) -> None:
+        (both,) = summarize(Run(Path("run"), comparison=comparison))
+        assert plain(both) == (
+            "Wukong small on the synthetic stream, compared with the same model in fp32. "
+            "Training: 400 steps each on the same batches, log-loss +1.000 % ± 0.500 % (bf16: +0.900 % ± 0.400 %). "
+            "Serving: the same weights in both, 131,072 held-out examples."
         )
 
     def test_then_with_what_is_planned_surveyed_or_nothing(self, survey) -> None:
         plan = make_plan(survey, goal=Goal.SERVING).document
-        assert (
-            headline(Run(Path("run"), plan=plan)) == "1 of 4 sites leave fp32: all sites together 1.67× as fast"
-        )  # 1000 ÷ 600 µs
+        promised = "1 of 4 sites leave fp32; the plan promises 1.67× over all sites"  # 1000 ÷ 600 µs
+        assert headline(Run(Path("run"), plan=plan)) == promised
         none = make_plan(survey, goal=Goal.SERVING, max_error=0.001).document
         nothing = Run(Path("run"), plan=none, survey=survey.document)
         assert headline(nothing) == "All 4 sites stay in fp32: nothing was both safe and faster"
@@ -107,7 +116,7 @@ class TestHeadline:
         plan = make_plan(Survey(document), goal=Goal.SERVING).document
         nothing_to_compare = msgspec.structs.replace(comparison, quality=(), times=())
         run = Run(Path("run"), plan=plan, survey=document, comparison=nothing_to_compare)
-        assert headline(run) == "All 4 sites stay in fp32: no kernel of fewer bits can run here"
+        assert headline(run) == "All 4 sites stay in fp32: no low-precision kernel can run here"
         page = gather_page(run)
         assert [tile.label for tile in page.tiles] == ["sites in low precision"]
         assert len(page.summary) == 2  # of the plan and of the ceiling

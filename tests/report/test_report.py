@@ -281,7 +281,7 @@ class TestDistributions:
         page = gather_page(Run(Path("run"), record=record))
         assert [site.site for site in page.distributions] == list(record.sites)
         assert all(site.x and abs(sum(site.x.shares) + site.x.zeros - 1) < 1e-4 for site in page.distributions)
-        assert page.findings[0].remedy.startswith("The transform center mends it")
+        assert page.findings[0].remedy.startswith("The transform center fixes this")
         for drawn, site in zip(page.distributions, record.sites.values(), strict=True):
             counts = site.statistics["binades"].tensors
             assert (drawn.x, drawn.dy) == (histogram_of(counts["x_B"]), histogram_of(counts["dy_B"]))
@@ -348,14 +348,14 @@ class TestIncompleteRuns:
         page = gather_page(read_run(whole_run))
         (told,) = page.missing
         assert (told.part, told.command) == ("survey", f"loka measure {whole_run}")
-        assert "survey.json was measured on another record" in told.why
+        assert "survey.json was measured from a different record" in told.why
         assert page.plan
 
     def test_a_plan_of_another_survey_is_told(self, whole_run: Path) -> None:
         Survey(msgspec.structs.replace(Survey.load(whole_run).document, findings=("measured again",))).save(whole_run)
         (told,) = gather_page(read_run(whole_run)).missing
         assert (told.part, told.command) == ("plan", f"loka plan {whole_run}")
-        assert "plan.json was made from another survey" in told.why
+        assert "plan.json was made from a different survey" in told.why
 
     def test_parts_that_name_nothing_are_of_no_part_that_does(self, whole_run: Path) -> None:
         """Measured and planned by a LoKA that did not write ids, and probed, or measured, by one that does."""
@@ -399,10 +399,10 @@ class TestIncompleteRuns:
         dataclasses.replace(record, fingerprint="fedcba9876543210").save(whole_run)
         page = gather_page(read_run(whole_run))
         assert {part.part: part.why for part in page.missing} == {
-            "survey": "survey.json is of another model than record.safetensors",
-            "plan": "plan.json is of another model than record.safetensors",
-            "comparison": "comparison.json is of another model than record.safetensors",
-            "training": "metrics.jsonl is of another model than record.safetensors",
+            "survey": "survey.json belongs to a different model than record.safetensors",
+            "plan": "plan.json belongs to a different model than record.safetensors",
+            "comparison": "comparison.json belongs to a different model than record.safetensors",
+            "training": "metrics.jsonl belongs to a different model than record.safetensors",
         }
         assert page.headline == "4 sites probed, nothing measured yet"
         assert (page.tiles, page.plan, page.curves, page.times) == ((), (), None, ())

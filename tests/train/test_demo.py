@@ -124,7 +124,7 @@ def test_an_interrupted_demo_goes_on(whole: Path, tmp_path: Path, stop: int) -> 
         run_demo(TINY, tmp_path, Stage(steps=lambda: interrupted))
     run_demo(TINY, tmp_path)
     (older,) = read_run(tmp_path).missing
-    assert older.why.startswith("survey.json was measured on another record")  # for it was copied
+    assert older.why.startswith("survey.json was measured from a different record")  # for it was copied
     assert losses(tmp_path, "high") == losses(whole, "high")
 
 
@@ -193,7 +193,7 @@ def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert process.returncode in (130, -2)  # a shell's 130 either way: Python may end by the signal itself
-    assert f"`loka demo -o {shlex.quote(str(folder))}` begins again: there is no checkpoint yet" in errors
+    assert f"`loka demo -o {shlex.quote(str(folder))} --device cpu` starts over, because there is no checkpoint yet" in errors
     assert "Traceback" not in errors
 
 

@@ -5,9 +5,11 @@ const LINES = [{ colour: "var(--ink)", dash: "6 4" }, { colour: "var(--blue)", d
 function showCurves(curves) {
   const section = find("#training");
   section.hidden = false;
-  find(".about", section).textContent = curves.difference
-    ? "Log-loss of each window before its examples were learned from. Both twins see the same batches, so the lower panel shows their relative difference: a dot a window, the line its mean so far, the band the 95 % interval of that mean over windows. Dashed is the same for a twin in another high precision, which nobody would call harmful."
-    : "Log-loss of each window before its examples were learned from.";
+  find(".about", section).textContent = [
+    "Log-loss of each window, taken before the model learns from its examples.",
+    curves.difference ? "Both twins see the same batches; the lower panel shows their relative difference. Each dot is a window, the line is the running mean, and the band is the 95 % interval of that mean." : "",
+    curves.difference && curves.other ? "The dashed line there is the same for a twin in another high precision, a change that nobody would call harmful." : "",
+  ].filter(Boolean).join(" ");
   drawToFit(find(".chart", section), (width) => renderCurves(curves, width));
 }
 

@@ -17,7 +17,7 @@ function showDistributions(sites, formats) {
     const tensors = [["x", "activations, the input of the layer", site.x], ["dy", "gradients of the output", site.dy]];
     find(".pair", section).replaceChildren(...tensors.map(([name, what, histogram]) => {
       const figure = make("figure", {}, make("figcaption", {}, make("b", {}, name), make("span", {}, what)));
-      if (!histogram) { figure.append(make("p", { class: "empty" }, "The Probe saw none: the site was not trained, or its gradient never came.")); return figure; }
+      if (!histogram) { figure.append(make("p", { class: "empty" }, "No values to show: all were zero, or the Probe saw none (the site was not trained, or no gradient reached it).")); return figure; }
       const chart = make("div", { class: "chart" });
       figure.append(chart, zoneList(histogram, format));
       requestAnimationFrame(() => drawToFit(chart, (width) => renderHistogram(name, histogram, format, width)));

@@ -44,7 +44,7 @@ function showMissing(parts) {
 function showRejected(rejections) {
   find("#rejected").hidden = false;
   find("#rejected .list").replaceChildren(...rejections.map((rejection) => make("details", {},
-    make("summary", {}, make("span", { class: "mono" }, rejection.kernels.length > 2 ? `${rejection.kernels.length} kernels` : rejection.kernels.join(", ")), make("span", { class: "first" }, rejection.reasons.length > 1 ? "mostly: " : "", rejection.reasons[0].reason), make("span", { class: "count" }, `refused ${counted(rejection.count, "time")}`)),
+    make("summary", {}, make("span", { class: "mono" }, rejection.kernels.length > 2 ? `${rejection.kernels.length} kernels` : rejection.kernels.join(", ")), make("span", { class: "first" }, rejection.reasons.length > 1 ? "most often: " : "", rejection.reasons[0].reason), make("span", { class: "count" }, `rejected ${counted(rejection.count, "time")}`)),
     rejection.kernels.length > 2 ? make("p", { class: "mono where" }, rejection.kernels.join(", ")) : null,
     make("ul", {}, rejection.reasons.map((entry) => {
       const rest = entry.count - entry.where.length;
@@ -70,7 +70,7 @@ function showEnvironment() {
 }
 
 function showContents() {
-  const names = { missing: "Not here yet", map: "Map", plan: "Plan", rejected: "Rejected", distributions: "Values", findings: "Findings", training: "Training", time: "Time", environment: "Environment" };
+  const names = { missing: "Missing", map: "Map", plan: "Plan", rejected: "Rejected", distributions: "Values", findings: "Findings", training: "Training", time: "Time", environment: "Environment" };
   const shown = [...document.querySelectorAll("main > section[id]:not([hidden])")];
   find("#contents").replaceChildren(...shown.map(({ id }) => make("a", { href: `#${id}` }, names[id])));
 }

@@ -29,9 +29,9 @@ function showMap(map, onSelect) {
   section.hidden = false;
   const chosen = map.points.filter((point) => point.is_chosen).length;
   find(".about", section).textContent =
-    `Each mark is a site, its area the site's share of the time that all sites take in high precision. ${chosen} of ` +
-    `${map.points.length} are under the kernels the plan chose; the others stay in high precision and lie where the kernel ` +
-    `that came closest would put them.`;
+    `Each mark is a site; its area is the site's share of the time that all sites take in high precision. ${chosen} of ` +
+    `${map.points.length} are shown with the kernels that the plan chose. The others stay in high precision and are shown ` +
+    `where the kernel that came closest would put them.`;
   drawToFit(find(".chart", section), (width) => renderMap(map, width, onSelect));
   find(".key", section).replaceChildren(...FIELDS.map((field, index) => {
     const { count, share } = describeField(map.points, index);
@@ -44,7 +44,7 @@ function showMap(map, onSelect) {
 
 function showOffTheMap(details, sites) {
   details.hidden = sites.length === 0;
-  find("summary", details).textContent = `${counted(sites.length, "site")} that no kernel could take`;
+  find("summary", details).textContent = `${counted(sites.length, "site")} not on the map`;
   find("dl", details).replaceChildren(...sites.flatMap(([site, reason]) => [make("dt", { class: "mono" }, site), make("dd", {}, reason)]));
 }
 

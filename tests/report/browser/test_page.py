@@ -41,7 +41,7 @@ def test_loads_alone_and_without_complaint(chromium, page: Path, width: int) -> 
     assert chromium.complaints == []
     assert chromium.requests == []
     assert texts(chromium, "h1") == [
-        "1.80× faster serving at +0.003\N{NO-BREAK SPACE}% ±\N{NO-BREAK SPACE}0.020\N{NO-BREAK SPACE}% log-loss"
+        "Serving 1.80× as fast at +0.003\N{NO-BREAK SPACE}% ±\N{NO-BREAK SPACE}0.020\N{NO-BREAK SPACE}% log-loss"
     ]
     assert texts(chromium, "main > section:not([hidden]) h2") == [
         "Where low precision is safe, and where it pays",
