@@ -1,8 +1,8 @@
 """The distribution of each feature by itself: its quantiles at levels that lie evenly under a normal distribution.
 
 A row of correlated normal numbers z becomes a row of values by v = Q(Φ(z)), feature by feature: tails, zeros and values that
-occur again and again are then drawn as often as they were seen. Two batches' quantiles become those of all their rows, but
-for what lies between two levels.
+occur again and again are then drawn as often as they were seen. The quantiles of two batches merge into those of all their
+rows, up to what lies between two levels.
 
 Axes:  R rows,  M rows drawn,  D features,  L levels,  E = L + 1 edges of their shares,  P = 2·L points of two batches,
 H Hermite coefficients.
@@ -24,7 +24,7 @@ HERMITE_TERMS = 12
 GOLDEN = (5**0.5 - 1) / 2  # the fractional parts of its multiples fill the range from 0 to 1 evenly
 _STEPS, _HALVINGS = 5, 8  # of Newton's method, and of bisection
 _CHUNK = 8192  # features at a time
-_FLATTEST = 0.05  # least slope in it: where features say nothing of each other, a steeper step would only overshoot
+_FLATTEST = 0.05  # least slope of a Newton step: where features say nothing of each other, longer ones would only overshoot
 
 
 def level_scores(levels: int, device: "torch.device") -> "Tensor":
@@ -72,7 +72,7 @@ def quantiles_of(rows_RD: "Tensor", levels: int) -> State:
 
 
 def _between(low_LD: "Tensor", high_LD: "Tensor", part_L1: "Tensor") -> "Tensor":
-    """Part of the way, which stays finite from FP32's lowest value to its highest; between two equal values exactly these."""
+    """Part of the way from low to high: finite even from FP32's lowest value to its highest, exact between two equal values."""
     import torch
 
     return torch.where(low_LD == high_LD, low_LD, low_LD * (1 - part_L1) + high_LD * part_L1)
@@ -81,11 +81,11 @@ def _between(low_LD: "Tensor", high_LD: "Tensor", part_L1: "Tensor") -> "Tensor"
 def merge_quantiles(a: State, b: State) -> State:
     """The quantiles of the rows of both: each level stands for the rows around it, and takes the value of one of them.
 
-    Of a value that was there, none in between: else zeros would become fewer from merge to merge. Another one every time, in
-    even turns: were it always the middle one, a batch that is little beside all before it would never move a level.
+    It takes a value that was there, none in between: else zeros would become fewer from merge to merge. It takes another one
+    each time, in even turns: always the middle one, and a batch much smaller than all before it would never move a level.
 
-    To be sorted fast, a point says in its lowest bit whose it is, and so values lose it. The points up to one are so many of
-    a's and so many of b's, and how far they reach is the same in all features.
+    For a fast sort a point says in its lowest bit whose it is, so that values lose this bit. How far the points up to one reach
+    depends only on how many of them are a's and how many b's: a table that is the same for all features.
     """
     import torch
 
@@ -93,7 +93,7 @@ def merge_quantiles(a: State, b: State) -> State:
     levels = a["values_LD"].shape[0]
     share_L, begin_L = _shares(levels, a["values_LD"].device)
     edge_E, share_of_a = torch.cat([begin_L, begin_L.new_ones(1)]), float(a["count"] / count)
-    reach_EE = share_of_a * edge_E[:, None] + (1 - share_of_a) * edge_E  # by the points of a, and those of b
+    reach_EE = share_of_a * edge_E[:, None] + (1 - share_of_a) * edge_E  # by how many points of a (rows) and b (columns)
     wanted_L = begin_L.add(share_L, alpha=float(merges) * GOLDEN % 1)
     passed_EE = torch.searchsorted(wanted_L, reach_EE, right=True)  # levels that are reached
 
@@ -127,8 +127,8 @@ def values_at(values_LD: "Tensor", z_MD: "Tensor") -> "Tensor":
 
 
 def shifts_for(values_LD: "Tensor", mean_D: "Tensor") -> "Tensor":
-    """By how much z is to be moved for draws to have these means: at most a level, since between levels it is not known where
-    a value ends and the next begins. The label of an example is such a step, and the mean gradient hangs on it."""
+    """How far to move z for draws to have these means: at most by a level, since where between two levels one value ends and
+    the next begins is not known. The label of an example is such a step, and the mean gradient hangs on it."""
     import torch
 
     parts = zip(values_LD.split(_CHUNK, dim=1), mean_D.split(_CHUNK), strict=True)
@@ -149,21 +149,24 @@ def _shifts(values_LD: "Tensor", mean_D: "Tensor") -> "Tensor":
 
 
 def _mean_at(values_LD: "Tensor", shift_D: "Tensor") -> "Tensor":
-    """E[Q(Φ(z + shift))]: over each stretch between levels ∫(a + b·z)·φ(z) dz = a·ΔΦ − b·Δφ."""
+    """E[Q(Φ(z + shift))] of the Q of ``values_at``: over a stretch between two levels ∫(a + b·z)·φ(z) dz = a·ΔΦ − b·Δφ, or,
+    where it goes from zeros to others, a step half-way; beyond the outermost levels their own values."""
     import torch
 
     level_L1 = level_scores(values_LD.shape[0], values_LD.device)[:, None]
     edge_LD = level_L1 - shift_D
-    slope_LD = values_LD.diff(dim=0) / level_L1.diff(dim=0)
-    inner_LD = edge_LD[1:-1]
-    zero_1D = torch.zeros_like(edge_LD[:1])
-    share_LD = torch.cat([zero_1D, torch.special.ndtr(inner_LD), zero_1D + 1]).diff(dim=0)
-    density_LD = torch.cat([zero_1D, torch.exp(-inner_LD.square() / 2) / math.sqrt(2 * math.pi), zero_1D]).diff(dim=0)
-    return ((values_LD[:-1] - slope_LD * edge_LD[:-1]) * share_LD - slope_LD * density_LD).sum(0)
+    share_LD, density_LD = torch.special.ndtr(edge_LD), torch.exp(-edge_LD.square() / 2) / math.sqrt(2 * math.pi)
+    low, high = values_LD[:-1], values_LD[1:]
+    slope = (high - low) / level_L1.diff(dim=0)
+    line = (low - slope * edge_LD[:-1]) * share_LD.diff(dim=0) - slope * density_LD.diff(dim=0)
+    half_way = torch.special.ndtr((edge_LD[:-1] + edge_LD[1:]) / 2)
+    step = low * (half_way - share_LD[:-1]) + high * (share_LD[1:] - half_way)
+    inner_D = torch.where((low == 0) == (high == 0), line, step).sum(0)
+    return inner_D + values_LD[0] * share_LD[0] + values_LD[-1] * (1 - share_LD[-1])
 
 
 def latent_correlation(values_LD: "Tensor", correlation_DD: "Tensor") -> "Tensor":
-    """The correlation of z under which the values v = Q(Φ(z)) have ``correlation_DD``; it may lack a little of being positive.
+    """The correlation of z under which the values v = Q(Φ(z)) have ``correlation_DD``; it may be slightly indefinite.
 
     With v = Σ_h b_h·He_h(z)/√h!, the b of unit length, corr(v_i, v_j) = Σ_h b_ih·b_jh·ρᵢⱼʰ, solved for ρ by Newton's method.
     """

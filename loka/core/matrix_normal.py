@@ -1,9 +1,10 @@
 """The distribution of a weight over the time of a run: a matrix normal, vec(W) ~ N(vec M, V⊗U), in N² + K² numbers.
 
-    M  mean of the snapshots, the newest counting most;   W_c = W − M,
+    M  mean of the snapshots, once there are many the newest counting most;   W_c = (W − M)/√(1 + m),
     U' = (1/K)·(W_c·L_V⁻ᵀ)(·)ᵀ  with L_V·L_Vᵀ = V + εI,   V' = (1/N)·(L_U⁻¹·W_c)ᵀ(·)  with L_U·L_Uᵀ = U + εI,
 
-both smoothed and then scaled so that trace(U) = N. One snapshot has no spread: then V is zero and a draw is M itself.
+both smoothed and then scaled so that trace(U) = N; m is the variance of M over that of a snapshot. One snapshot has no spread:
+then V is zero and a draw is M itself.
 
 Axes:  N out_features,  K in_features.
 """
@@ -32,21 +33,23 @@ def matrix_normal_elements(n: int, k: int) -> int:
     return n * k + n * n + k * k
 
 
-def observe_weight(state: State | None, weight_NK: "Tensor", decay: float = DECAY) -> State:
-    """What is known after one more snapshot; FP32, on the weight's device. ``state`` is None before the first. Of a snapshot
-    with NaN or infinity, what was known."""
+def observe_weight(state: State | None, weight_NK: "Tensor", decay: float = DECAY) -> State | None:
+    """What is known after one more snapshot; FP32, on the weight's device. ``state`` is None before the first. A snapshot with
+    NaN or infinity changes nothing."""
     import torch
 
     weight_NK = weight_NK.detach().float()
     n, k = weight_NK.shape
     if state is None:
+        if not weight_NK.isfinite().all():
+            return None
         one = torch.ones((), dtype=torch.float64, device=weight_NK.device)
         like = {"dtype": torch.float32, "device": weight_NK.device}
         spread = {"u_NN": torch.eye(n, **like), "v_KK": torch.zeros(k, k, **like)}
         return {"count": one, "mean_share": one.clone(), "mean_NK": weight_NK.clone(), **spread}
-    # Of an average over n snapshots, in which the newest has 1/n, to an exponential one as more come in.
+    # From an average over n snapshots, in which the newest has 1/n, to an exponential one as more come in.
     new = (1 / (state["count"] + 1)).clamp(min=1 - decay)
-    # W differs from M by the spread of both: M's is ``mean_share`` of one snapshot's.
+    # W differs from M by the spread of both: M's variance is ``mean_share`` of one snapshot's.
     centered_NK = (weight_NK - state["mean_NK"]).double() / (1 + state["mean_share"]).sqrt()
     updated = {
         **state,

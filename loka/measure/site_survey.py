@@ -1,13 +1,13 @@
 """One site's lines of the Survey: which options are able, their errors, and the times of their parts."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 import torch
 
-from loka.core.gemm import Role, TensorName, by_frequency
+from loka.core.gemm import SOURCES, Role, TensorName, by_frequency
 from loka.core.recipe import Format, Transform
 from loka.core.site_record import Finding, SiteRecord
 from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
@@ -23,7 +23,7 @@ MOST_ROW_COUNTS = 6  # of a site, the most frequent: the planner takes the neare
 UNHEALTHY = 0.1  # mere_floored of a healthy e4m3 site is 0.08: past this a transform may help
 NEVER_CALLED = "never called while the Probe looked, or with no rows"
 NOTHING_LEARNED = "every row that the Probe saw here was NaN or infinite: probe a model that computes numbers"
-WORTH_TIMING = 0.5  # past it no limit on the error lets an option in
+WORTH_TIMING = 0.5  # of the gate: an option past it is not timed, so no limit on the error lets it in
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Bench:
     blocks: Blocks
     findings: tuple[Finding, ...] = ()
     failed: Mapping[tuple[Option, int, int], str] = field(default_factory=dict)  # in trial: by option, K and N
-    budgets_s: Mapping[str, float] = field(default_factory=dict)  # for the errors of each site; without end if not given
+    budgets_s: Mapping[str, float] = field(default_factory=dict)  # for the errors of each site; unlimited if not given
 
     @property
     def baseline(self) -> str:
@@ -78,7 +78,7 @@ def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
 
 
 def row_counts(site: SiteRecord) -> list[int]:
-    """The M to time at: the most frequent, and the largest, above which there is nothing to stand in."""
+    """The M to time at: the most frequent, and the largest, for which nothing above could stand in."""
     return sorted({*by_frequency(site.calls)[:MOST_ROW_COUNTS], max(site.calls)})
 
 
@@ -89,8 +89,8 @@ def plain_options(site: SiteRecord, kernels: Iterable[str]) -> list[Option]:
 def suggested_transforms(
     site: SiteRecord, errors: Mapping[Option, OptionError], findings: Iterable[Finding]
 ) -> list[Transform]:
-    """Those that a finding names, or all where no 8-bit option is healthy, or each silences features; not one that would change
-    nothing."""
+    """Those that a finding names; all where at fprop or wgrad no 8-bit option is healthy, or in fprop each silences features.
+    None that would change nothing."""
     named = {finding.remedy for finding in findings if finding.site == site.name}
     best = {
         role: min((error.gate for option, error in errors.items() if option.role is role and option.is_8bit), default=math.inf)
@@ -116,7 +116,7 @@ def _changes_something(site: SiteRecord, transform: Transform) -> bool:
 
 
 def _is_touched(role: Role, transform: Transform) -> bool:
-    """Centering x leaves dgrad, which reads none, as it is."""
+    """Centering x leaves dgrad, which does not read x, as it is."""
     return transform is Transform.RESCALE or role is not Role.DGRAD
 
 
@@ -166,7 +166,7 @@ def _candidate(option: Option, error: OptionError, times: Mapping[int, float | s
 def _cast_times(
     options: Sequence[Option], errors: Mapping[Option, OptionError], shapes: Mapping[int, TimedShape], speeds: Speeds
 ) -> tuple[CastTime, ...]:
-    """The casts that a choice of these options can ask for: each form, and those of two roles that share a tensor."""
+    """The casts that a choice of these options can ask for: each form, and pairs of forms of two roles that share a tensor."""
     casts = []
     for name in TensorName:
         by_set: dict[tuple[Form, ...], Times] = {}
@@ -176,7 +176,7 @@ def _cast_times(
             for forms, time in speeds.casts_us(name, sets, shape).items():
                 if not isinstance(time, str):
                     by_set.setdefault(forms, {})[m] = time
-            if name is TensorName.W and not in_step:  # M says nothing about a weight
+            if name is TensorName.W and not in_step:  # a weight's casts do not depend on M
                 in_step = {forms: {m: time} for forms, time in speeds.in_step_us(sets, shape).items()}
         for forms, times in by_set.items():
             casts.append(CastTime(name, tuple(sorted(form.key for form in forms)), times, in_step.get(forms, {})))
@@ -188,14 +188,23 @@ def _cast_sets(
 ) -> list[tuple[Form, ...]]:
     stored = shape.weight_dtype if name is TensorName.W else shape.dtype
     by_role: dict[Role, dict[Form, None]] = {role: {} for role in SHARERS[name]}
+
+    def is_compiled(form: Form) -> bool:
+        return speeds.is_compiled(name, form, shape)
+
+    def waits(option: Option) -> bool:
+        read = zip(SOURCES[option.role], option.forms, strict=True)
+        return any(speeds.is_compiled(source.tensor, form, shape) for source, form in read)
+
     for option in options:
         form = option.form_of(name)
-        if form is None or _is_free(form, stored) or (speeds.is_compiled(name, form, shape) and _is_matched(option, errors)):
+        if form is None or _is_free(form, stored):
             continue
-        by_role[option.role][form] = None
+        if not (is_compiled(form) and _is_matched(option, errors, waits)):
+            by_role[option.role][form] = None
     first, second = (list(forms) for forms in by_role.values())
     # Casts that torch compiles are timed one by one: a compilation for every pair would take minutes.
-    paired = [[form for form in forms if not speeds.is_compiled(name, form, shape)] for forms in (first, second)]
+    paired = [[form for form in forms if not is_compiled(form)] for forms in (first, second)]
     pairs = [(a, b) for a, b in product(*paired) if is_worth_sharing(a, b)]
     return [*((form,) for form in dict.fromkeys((*first, *second))), *pairs]
 
@@ -206,12 +215,12 @@ def _is_free(form: Form, stored: Format) -> bool:
     return same_dtype and form.transform is Transform.NONE and not form.spec.format.is_8bit
 
 
-def _is_matched(option: Option, errors: Mapping[Option, OptionError]) -> bool:
-    """Whether another kernel, whose casts need no compiling, is as accurate: then this one's are not worth the wait."""
+def _is_matched(option: Option, errors: Mapping[Option, OptionError], waits: Callable[[Option], bool]) -> bool:
+    """Whether another kernel is as accurate by casts that nobody waits for: then this one's are not worth compiling."""
     return any(
         error.gate <= errors[option].gate
         for other, error in errors.items()
-        if (other.role, other.transform) == (option.role, option.transform) and other.is_8bit and other.forms != option.forms
+        if (other.role, other.transform) == (option.role, option.transform) and other.is_8bit and not waits(other)
     )
 
 

@@ -12,6 +12,7 @@ from loka.core.latent import _quick_factor, latent_of
 from loka.core.marginals import (
     GOLDEN,
     REACH,
+    _mean_at,
     fade_quantiles,
     latent_correlation,
     level_scores,
@@ -109,6 +110,21 @@ def test_a_faded_batch_counts_for_less() -> None:
     old, new = quantiles_of(torch.zeros(100, 1), LEVELS), quantiles_of(torch.ones(100, 1), LEVELS)
     values_LD = merge_quantiles(fade_quantiles(old, 0.25), new)["values_LD"]
     assert float((values_at(values_LD, torch.randn(20_000, 1)) > 0.5).double().mean()) == pytest.approx(0.8, abs=0.03)
+
+
+@pytest.mark.parametrize("levels", [9, LEVELS])
+@pytest.mark.parametrize("shift", [-0.2, 0.0, 0.3])
+def test_the_mean_of_what_is_drawn(levels: int, shift: float) -> None:
+    """Of long tails, values that end half-way to zero, rare ones and labels, beside a sum over a fine grid of z."""
+    z = torch.randn(20_000, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rows = torch.stack([(1.5 * z[:, 0]).exp(), z[:, 1].relu(), (z[:, 2] > 2.3).double(), z[:, 3].sign()], dim=1)
+    values_LD = quantiles_of(rows.float(), levels)["values_LD"].double()
+    grid_G = torch.linspace(-8, 8, 400_001, dtype=torch.float64)
+    weight_G = torch.exp(-grid_G.square() / 2) / (-grid_G.square() / 2).exp().sum()
+    expected_D = weight_G @ values_at(values_LD, (grid_G + shift)[:, None].expand(-1, 4))
+    torch.testing.assert_close(
+        _mean_at(values_LD, torch.full((4,), shift, dtype=torch.float64)), expected_D, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("correlation", [-0.3, 0.0, 0.3, 0.8])

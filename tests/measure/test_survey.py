@@ -26,6 +26,7 @@ from loka.measure.block import Blocks
 from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, draw_tensors, until_known, usual_rows
 from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.measure.site_survey import _cast_sets
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.survey import measure
 from loka.measure.timing import time_together
@@ -424,3 +425,23 @@ def test_a_measurement_goes_on_only_on_the_same_machine_with_the_same_versions_a
     assert identity_of(another, ("torch.fp32",), here) not in identities
     another_day = msgspec.structs.replace(here, date="2001-01-01")
     assert identity_of(record, ("torch.fp32",), another_day) == identities[0]
+
+
+def test_of_casts_that_must_be_compiled_those_are_timed_that_no_others_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not none where two match each other, nor those of the one that is more accurate than all that need not wait."""
+    waiting = {"reference.tensorwise", "reference.rowwise"}
+    options = {name: Option(name, Role.FPROP) for name in (*waiting, "reference.static")}
+    speeds, shape = Speeds(torch.device("cpu")), TimedShape(SiteShape(64, 64, 64), Format.FP32, Format.FP32, False)
+
+    def timed(**gates: float) -> set[str]:
+        errors = {options[f"reference.{name}"]: OptionError() for name in gates}
+        monkeypatch.setattr(OptionError, "gate", property(lambda error: next(g for e, g in known if e is error)))
+        known = list(zip(errors.values(), gates.values(), strict=True))
+        sets = _cast_sets(TensorName.X, list(errors), errors, shape, speeds)
+        return {option.kernel.partition(".")[2] for option in errors if (option.form_of(TensorName.X),) in sets}
+
+    forms = {options[name].form_of(TensorName.X) for name in waiting}
+    monkeypatch.setattr(Speeds, "is_compiled", lambda self, name, form, shape: name is TensorName.X and form in forms)
+    assert timed(tensorwise=0.08, rowwise=0.08) == {"tensorwise", "rowwise"}
+    assert timed(tensorwise=0.08, rowwise=0.09, static=0.07) == {"static"}
+    assert timed(tensorwise=0.08, rowwise=0.06, static=0.07) == {"rowwise", "static"}

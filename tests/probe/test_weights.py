@@ -115,6 +115,7 @@ def test_a_snapshot_that_is_not_finite_teaches_nothing(value: float) -> None:
     known = learned(snapshots(*planted(), 5))
     broken_NK = torch.ones(N, K).fill_diagonal_(value)
     assert observe_weight(known, broken_NK) is known
+    assert observe_weight(None, broken_NK) is None
 
 
 def test_a_merge_averages_by_the_number_of_snapshots() -> None:
