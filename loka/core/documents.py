@@ -17,7 +17,7 @@ _MIGRATIONS: dict[str, Migration] = {}  # by the schema they read; each leads to
 
 
 def migrates(schema: str) -> Callable[[Migration], Migration]:
-    """Decorate the function that turns the fields of ``schema`` (``loka.plan/1``) into those of the version behind it."""
+    """Decorate the function that turns the fields of ``schema`` (``loka.plan/1``) into those of the next version."""
 
     def decorate(migration: Migration) -> Migration:
         if schema in _MIGRATIONS:
@@ -29,7 +29,7 @@ def migrates(schema: str) -> Callable[[Migration], Migration]:
 
 
 def same_fields(*schemas: str) -> None:
-    """Files of ``schemas`` are read as those of the version behind each: what came new there has a default."""
+    """Read files of each of ``schemas`` as the next version: the fields that are new there have defaults."""
     for schema in schemas:
         migrates(schema)(lambda fields: fields)
 

@@ -25,12 +25,12 @@ class InvalidFile(LokaError, ValueError):
 
 
 def require_kind(value: object, kind: type, name: str, remedy: str) -> None:
-    """Refuse what is not of ``kind``, as a path in place of what lies there, before it fails somewhere inside."""
+    """Refuse what is not of ``kind``, such as a path in place of the file's content, before it fails somewhere inside."""
     if not isinstance(value, kind):
         raise InvalidInput(f"{name} must be a {kind.__name__}, got {type(value).__name__}: {remedy}")
 
 
 def require_count(name: str, value: int) -> None:
-    """Refuse what is no whole number from 1 on, of whatever library."""
+    """Refuse all but whole numbers from 1 on; those of other libraries, such as NumPy's, pass too."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
         raise InvalidInput(f"{name} must be a whole number, at least 1, got {value!r}")

@@ -6,9 +6,9 @@ both are simple.
 
     e = ± Σ|dy_n·r_n| / Σ_{dy_n≠0} r_n²,  with the sign of Σ dy_n·r_n;      u = dy / e
 
-r is a reference: of the first rows seen, the usual size of an output where it has a gradient, for an e of 1. It is fitted to e
-and e to it in turn, so that rows which differ by their error, and by which outputs a ReLU lets through, have exactly their
-errors as e, and of every output one u besides 0.
+r is a reference, fitted to the first rows seen: the usual size of each output's gradient where it has one, for an e of 1. r and
+e are fitted to each other in turn. So for rows that differ only by their error, and by which outputs a ReLU lets through, e is
+exactly the error, and an output has one value of u besides 0.
 
 Axes:  R rows,  N out_features.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST_REFERENCE = 0.02  # of its rms: else a row of outputs that none of the first rows had would be none at all
+LEAST_REFERENCE = 0.02  # of its rms: else a row with gradients only where the first rows had none would pass for a row of 0
 ROUNDS = 4  # of fitting
 
 
@@ -37,20 +37,20 @@ def reference_of(dy_RN: "Tensor") -> "Tensor":
 
 
 def split_rows(dy_RN: "Tensor", reference_N: "Tensor") -> "tuple[Tensor, Tensor]":
-    """u_RN and e_R. A row of 0, as a masked example's, has an e of 0 and the u of the last row before it that is none (or of
-    the last of all): were its u 0 too, rows would be drawn as 0 for their e, and again for their u."""
+    """u_RN and e_R. A row of 0, such as a masked example's, has an e of 0 and the u of the last row before it that is not 0 (or
+    of the last in the batch): were its u 0 too, rows would be drawn as 0 for their e, and again for their u."""
     import torch
 
     e_R = strength(dy_RN, reference_N) * sign_of(dy_RN @ reference_N)
     u_RN = _divided(dy_RN, e_R[:, None])
-    # Counted from 1, so that 0 is none so far. No shape hangs on how many there are: nobody waits for the device.
+    # Counted from 1, so that 0 means none so far. No shape depends on how many there are, so nobody waits for the device.
     live_R = torch.arange(1, len(e_R) + 1, device=e_R.device) * (e_R != 0)
     last_R = live_R.cummax(0).values
     return u_RN[last_R + (last_R == 0) * last_R[-1] - 1], e_R
 
 
 def strength(rows_RN: "Tensor", reference_N: "Tensor") -> "Tensor":
-    """|e| of every row; 1 for rows u."""
+    """|e| of every row; 1 where the rows are u."""
     return _divided(rows_RN.abs() @ reference_N.abs(), (rows_RN != 0).to(rows_RN.dtype) @ reference_N.square())
 
 

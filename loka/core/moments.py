@@ -67,9 +67,9 @@ def moments_of(rows_RD: "Tensor", form: Covariance) -> State:
 
 
 def add_rows(state: State, rows_RD: "Tensor", fade: float = 1.0) -> State:
-    """The state of these rows and those of ``state``, which count for ``fade`` times as much as they did.
+    """The state of these rows and those of ``state``, the latter counting ``fade`` times as much as they did.
 
-    S changes in place: of a wide site it is the largest thing there is, and is read and written once here.
+    S changes in place: at a wide site it is the largest thing there is, so it is read and written only once.
     """
     import torch
 

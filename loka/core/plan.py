@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 SCHEMA = "loka.plan/5"
 same_fields(
-    "loka.plan/1",  # sites do not know how they would run with an exact forward: they are given back whole
-    "loka.plan/3",  # blocks cast their inputs
-    "loka.plan/4",  # it does not say of which Survey it is
+    "loka.plan/1",  # without a finer forward: sites are given back whole
+    "loka.plan/3",  # without ``entry``: blocks cast their inputs
+    "loka.plan/4",  # without ``survey``
 )
 
 
@@ -48,7 +48,7 @@ class Choice(Struct, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """A kernel that was not chosen at a role; role None speaks of the site or block as a whole."""
+    """A kernel that was not chosen at a role; with role None, for the site or block as a whole."""
 
     kernel: str
     reason: str
@@ -65,7 +65,7 @@ class BlockPlan(Struct, frozen=True):
     fp8_input: bool = False
     producer: str | None = None  # a site
     entry: str | None = None  # the norm in front of it, which the block runs too, into FP8
-    input_cast_us: float = 0.0  # a step; what ``fp8_input`` saves
+    input_cast_us: float = 0.0  # what ``fp8_input`` saves in a step
 
     @property
     def absorbed(self) -> tuple[str, ...]:
@@ -74,8 +74,8 @@ class BlockPlan(Struct, frozen=True):
 
 
 class FinerForward(Struct, frozen=True):
-    """A site at its fastest with less noise in fprop, and no block: what it is given back to where the rounding of its forward
-    pass costs too much. Rounding of gradients does not show in the loss."""
+    """How a site runs fastest with less noise in fprop, and as no block: its fallback where the rounding of its forward pass
+    costs too much. Rounding of gradients does not show in the loss."""
 
     kernels: dict[Role, Choice]
     baseline_us: float
@@ -121,7 +121,7 @@ class SitePlan(Struct, frozen=True):
         return SitePlan(self.site, self.k, self.n, choices, self.baseline_us, self.baseline_us, reason, refused=refused)
 
     def with_finer_forward(self, kernel: str, reason: str) -> "SitePlan":
-        """The same site with less noise in fprop, and with all roles given back to ``kernel`` where that is not worth it."""
+        """The same site with its next finer forward; where it has none, with all roles given back to ``kernel``."""
         if not self.finer:
             return self.in_high_precision(kernel, reason)
         forward, *others = self.finer
@@ -159,11 +159,11 @@ class PlanDocument(Struct, frozen=True):
     min_speedup: float
     sites: tuple[SitePlan, ...]
     keep: tuple[str, ...] = ()
-    survey: str = ""  # the digest of what it was made from
+    survey: str = ""  # the digest of the Survey it was made from
 
     @property
     def high_precision(self) -> str:
-        """The kernel of what is not planned."""
+        """The kernel of what the plan leaves in high precision."""
         return f"torch.{self.dtype}"
 
 
@@ -199,11 +199,11 @@ class Plan:
         return self._changing(reasons, SitePlan.in_high_precision)
 
     def giving_back_forward(self, reasons: Mapping[str, str]) -> "Plan":
-        """The same for fprop alone: to a finer format, or to high precision, wherever the other 8 bits are worth it then."""
+        """The same for fprop alone, to a finer format or to high precision; for the whole site where neither is worth it."""
         return self._changing(reasons, SitePlan.with_finer_forward)
 
     def _changing(self, reasons: Mapping[str, str], change: Callable[[SitePlan, str, str], SitePlan]) -> "Plan":
-        """With what follows from it: a block whose cast no longer pays goes too, and then perhaps the one behind it."""
+        """With what follows: a block that must cast its own input again and no longer pays goes too, then perhaps the next."""
         before, plan = self, self._changed(reasons, change)
         while slower := plan._no_longer_worth_it(before):
             before, plan = plan, plan._changed(slower, SitePlan.in_high_precision)
@@ -250,10 +250,10 @@ class Plan:
 
 @migrates("loka.plan/2")
 def _with_one_finer_forward(fields: Fields) -> Fields:
-    """Its sites know of an exact forward alone."""
+    """Its sites know of one finer forward, an exact one."""
     sites = fields.get("sites")
     if not isinstance(sites, list):
-        return fields  # no plan: which reading it will tell
+        return fields  # no plan: reading on will say so
     return {**fields, "sites": [_with_list_of_finer(site) if isinstance(site, dict) else site for site in sites]}
 
 
@@ -275,7 +275,7 @@ def vector_name(site: SitePlan) -> str | None:
 
 
 def _without_producer(site: SitePlan, gone: Mapping[str, str]) -> SitePlan:
-    """The site by itself: it casts its input, which the block in front did before."""
+    """The site, casting its input itself where the block that handed it FP8 is among those ``gone``."""
     if site.block is None or site.block.producer not in gone:
         return site
     block = msgspec.structs.replace(site.block, fp8_input=False, producer=None, input_cast_us=0.0)

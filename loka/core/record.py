@@ -25,14 +25,15 @@ class Record:
     findings: tuple[Finding, ...] = ()
     uncovered: tuple[str, ...] = ()  # linear layers, norms and activations that are function calls
     steps_seen: int = 0
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # by which a Survey says what it is of; "" in old files
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)  # a Survey keeps it, to name its Record; "" in old files
 
     def __repr__(self) -> str:
         seen = f"{len(self.sites)} sites, {self.steps_seen:,} steps, {len(self.findings)} findings"
         return f"<Record on {self.environment.device}: {seen}>"
 
     def merge(self, other: "Record") -> "Record":
-        """The Record of both runs of one model. Weights, findings and step time are this one's: merge into the newer."""
+        """The Record of both runs of one model. Weights, findings and, if it has one, step time are this one's: merge into
+        the newer."""
         if self.fingerprint != other.fingerprint:
             raise InvalidInput(
                 f"these are records of two models (fingerprints {self.fingerprint} and {other.fingerprint}): "
@@ -87,8 +88,8 @@ class Record:
 
 
 def _without_shared(sites: "dict[str, SiteRecord]") -> "dict[str, SiteRecord]":
-    """What two runs make of a model between them: a norm or an activation behind several sites is behind none, and a site whose
-    output several read, or with something else behind it, feeds none of them alone."""
+    """The sites without what the merged runs contradict: a norm or an activation found behind several sites belongs to none of
+    them, and a site whose output is not read by exactly one, known reader is nobody's producer."""
     followers = Counter(module for site in sites.values() for module in (site.norm, site.activation) if module)
     shared = {module for module, n_sites in followers.items() if n_sites > 1}
     known = {name: site.alone() if shared & {site.norm, site.activation} else site for name, site in sites.items()}

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 SCHEMA = "loka.record/6"
 same_fields(
-    "loka.record/2",  # sites do not know of a norm in front of them
-    "loka.record/3",  # nor say that nothing can stand in for them: apply_plan will
-    "loka.record/4",  # weights are cast behind steps
-    "loka.record/5",  # it has no id
+    "loka.record/2",  # without ``entry``: no norm in front of a site is known
+    "loka.record/3",  # without ``stays``: apply_plan says then where nothing can stand in for a site
+    "loka.record/4",  # without ``cast_in_step``: weights are cast after steps
+    "loka.record/5",  # without ``id``
 )
 FILE = "record.safetensors"
 
@@ -65,7 +65,7 @@ def read_record(run: str | Path) -> tuple[RecordDocument, dict[str, SiteRecord]]
 
 
 def id_in(run: str | Path) -> str:
-    """The id of the Record in the folder ``run``, without its tensors; "" where none can be read, or an old one."""
+    """The id of the Record in the folder ``run``, without reading its tensors; "" where there is no Record, or one too old."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -110,7 +110,7 @@ def _read(path: Path) -> "tuple[RecordDocument, dict[str, Tensor]]":
 
 
 def _by_site(tensors: "dict[str, Tensor]", sites: list[str]) -> "dict[str, dict[str, Tensor]]":
-    """Each site's own, by the name behind its own; of sites ``a`` and ``a/b`` the longer has what begins with both."""
+    """Each site's tensors, by the rest of their names; of sites ``a`` and ``a/b`` the longer takes what begins with both."""
     own: dict[str, dict[str, Tensor]] = {site: {} for site in sites}
     for name, tensor in tensors.items():
         parts = name.split("/")

@@ -68,8 +68,8 @@ class Registry(Generic[T]):
         return len(self.names())
 
     def _load(self) -> None:
-        """Import what registers entries. Who asks meanwhile waits, but for those very modules, and an import that failed is
-        tried again, without what it had registered: never are some of the entries taken for all."""
+        """Import what registers entries. Other threads wait meanwhile, and after an import that failed (what it had registered
+        is taken back) the next look-up tries again: only those modules themselves ever see some of the entries for all."""
         if self._unread is None:
             return
         with self._lock:

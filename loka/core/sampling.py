@@ -1,13 +1,12 @@
 """Drawing rows of x and dy from what was learned of them.
 
-    z = normal · L,  L Lᵀ the correlation of z (latent.py)
+    z = normal · L,  Lᵀ·L the correlation of z (latent.py)
     x, u, e = Q(Φ(z + shift))         every feature by its own quantiles, with its own mean (marginals.py)
     u ← u ± x·G, by the sign of e     where Σ dyᵀx would not be the gradient that the weight had
     dy = e·u                          (gradient_rows.py)
 
-G is for outputs with a gradient only: zeros stay zero. Where features of x cancel in y = x·wᵀ
-otherwise than the covariance says they do, x is drawn as normal instead: there all depends on what cancels, and that the
-covariance knows.
+G moves outputs with a gradient only: zeros stay zero. Where draws of x cancel in y = x·wᵀ otherwise than the covariance says,
+x is drawn as normal instead: there all depends on what cancels, and the covariance knows that.
 
 Axes:  M rows,  K in_features,  N out_features,  D = K + N + 1 features of x, u and e (K where nothing trains),  L levels.
 """
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-TRIAL_PRODUCTS = 4e9  # multiplications of a trial draw, of which it takes some to set a sampler up
+TRIAL_PRODUCTS = 4e9  # multiplications of one trial draw; setting a sampler up takes a few of them
 MOST_TRIAL_ROWS, LEAST_TRIAL_ROWS = 8192, 1024
-CANCELS_OTHERWISE = 0.1  # by which E[y²] may be off, next to what independent features would give
-WRONG_GRADIENT = 0.1  # by which E[dw] may be off, next to the size of dw
-CHANCE = 1.5  # what the square of a difference may be by chance, next to what it is on average
-CORRECTIONS = 3  # of G: zeros stay zero, so that one does not hit
-RIDGE = 1e-4  # of the mean eigenvalue of E[xᵀx]: G follows no direction that x hardly has
+CANCELS_OTHERWISE = 0.1  # how far E[y²] / Σ w²·E[x²] of draws may be off, relatively
+WRONG_GRADIENT = 0.1  # how far E[dw] of draws may be off, relative to the size of one step's dw
+CHANCE = 1.5  # how many times its average the square of a difference may be by chance
+CORRECTIONS = 3  # of G, at most: zeros stay zero, so that one does not hit
+RIDGE = 1e-4  # of the mean eigenvalue of E[|e|·xᵀx]: G follows no direction that x hardly has
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Sampler:
     trains: bool
     latent: Latent
     values_LD: "Tensor"  # quantiles
-    shift_D: "Tensor"  # of z, for which means are right
+    shift_D: "Tensor"  # added to z, so that means are right
     pull_KN: "Tensor | None" = None  # G
 
     def draw(self, rows: int, generator: "torch.Generator") -> "tuple[Tensor, Tensor | None]":
@@ -95,7 +94,7 @@ def _trial(sampler: Sampler) -> "tuple[Tensor, Tensor, Tensor | None]":
 
 
 def _cancels_otherwise(sampler: Sampler, moments: State, weight_NK: "Tensor") -> bool:
-    """Whether E[y²], next to Σ w_k²·E[x_k²], is another in draws than by the moments. A heavy tail is in both, and cancels."""
+    """Whether E[y²] / Σ w_k²·E[x_k²] is another in draws than by the moments. A heavy tail is in both parts, and drops out."""
     from torch.nn.functional import pad
 
     weight_JK = some_outputs(weight_NK)
@@ -114,7 +113,7 @@ def _cancels_otherwise(sampler: Sampler, moments: State, weight_NK: "Tensor") ->
 
 
 def _with_gradient(sampler: Sampler, gradients: State) -> Sampler:
-    """The sampler, with a G where without it E[dw] is not what it was."""
+    """The sampler, with a G if without it the E[dw] of draws is not the one that was seen."""
     if "dw_NK" not in gradients or not gradients["m"] > 0:
         return sampler
     rows, products = float(gradients["m"]), float(gradients["products"] / gradients["count"])

@@ -49,7 +49,7 @@ class SiteFacts:
     trains: bool  # a gradient of its output was seen
     calls: dict[int, float]  # M → calls in a step
     stays: str | None = None  # why nothing can stand in for it, whatever that would save
-    stays_serving: str | None = None  # the same when it serves
+    stays_serving: str | None = None  # the same, in serving alone
     norm: str | None = None  # the modules behind it that a block would absorb, and their classes
     norm_kind: str | None = None
     activation: str | None = None
@@ -57,17 +57,17 @@ class SiteFacts:
     consumers: tuple[str, ...] = ()
     producer: str | None = None  # the site whose block feeds this one and nothing else
     entry: str | None = None  # the BlockNorm that feeds it and nothing else, and follows no site
-    entry_block: int | None = None  # how many features that normalizes together, at most
+    entry_block: int | None = None  # how many features that norm normalizes together, at most
     bias_norms: tuple[float, ...] = ()  # ‖b‖ at even intervals of the run, the oldest first
     notes: tuple[str, ...] = ()
     weight_format: Format = Format.FP32  # what the model keeps the weight in
     needs_dx: bool = True  # whether anything in front of it learns,
     needs_dw: bool = True  # and whether its weight does
-    cast_in_step: bool = False  # whether its optimizer casts the weight as it steps it, if kernels have such a cast
+    cast_in_step: bool = False  # whether its optimizer casts the weight in the pass that steps it, where kernels can
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The GEMMs it takes part in: those of the gradients where it trains, as far as anybody asks for them."""
+        """The GEMMs it runs: fprop, and where it trains those of the gradients that are asked for."""
         asked = {Role.FPROP: True, Role.DGRAD: self.trains and self.needs_dx, Role.WGRAD: self.trains and self.needs_dw}
         return tuple(role for role, is_asked in asked.items() if is_asked)
 
@@ -157,8 +157,8 @@ class SiteRecord(SiteFacts):
         )
 
     def _merged_flow(self, other: "SiteRecord") -> dict[str, Any]:
-        """What the data flow says, by those that called it. A head in one of them is a head, and what is in front of it or
-        behind it in one of them alone is no part of a block."""
+        """What the data flow says, by the records in which the site was called (both, if in neither). A head in one of them is
+        a head; what only one of them has in front of it or behind it is no part of a block."""
         called = [site for site in (self, other) if site.calls] or [self, other]
         one, last = called[0], called[-1]
 
@@ -176,7 +176,7 @@ class SiteRecord(SiteFacts):
         }
 
     def alone(self) -> "SiteRecord":
-        """Without what follows it: that is another thing at another time, so that nobody knows who reads it."""
+        """Without norm and activation, which are not always the same ones behind it: who reads its output is then unknown."""
         return dataclasses.replace(
             self, **dict.fromkeys(FOLLOWERS), consumers=tuple(dict.fromkeys((*self.consumers, UNKNOWN_READER)))
         )
@@ -193,7 +193,7 @@ class SiteRecord(SiteFacts):
         return ("merged from gradients of different directions: their distribution is approximate",)
 
     def _merged_statistics(self, other: "SiteRecord") -> dict[str, Statistic]:
-        """Where one of them alone has seen gradients, its own: x without its dy cannot be paired with any."""
+        """Those of both, or where only one of them has seen gradients, that one's: x without its dy can be paired with none."""
         a, b = self.statistics, other.statistics
         if self.trains != other.trains and a and b:
             return a if self.trains else b
@@ -207,7 +207,7 @@ class SiteRecord(SiteFacts):
 
 
 def _shapes(statistic: Statistic) -> dict[str, tuple[int, ...]]:
-    """Without a sketch's rows, of which there may be fewer."""
+    """By tensor; without the number of a sketch's rows, which may differ."""
     return {name: tuple(tensor.shape)[name == "sketch_LD" :] for name, tensor in statistic.tensors.items()}
 
 

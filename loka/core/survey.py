@@ -25,14 +25,14 @@ from loka.core.vectors import read_vectors, vectors_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/6"  # 1 had no misread_backward: there is nothing to make it from
+SCHEMA = "loka.survey/6"  # 1 had no misread_backward, and nothing to make it from
 same_fields(
-    "loka.survey/2",  # blocks cast their inputs
-    "loka.survey/3",  # sites do not say that nothing can stand in for them: apply_plan will
-    "loka.survey/4",  # weights are cast behind steps
-    "loka.survey/5",  # it does not say of which Record it is
+    "loka.survey/2",  # without ``entry``: blocks cast their inputs
+    "loka.survey/3",  # without ``stays``: apply_plan says then where nothing can stand in for a site
+    "loka.survey/4",  # without ``in_step_us``: weights are cast after steps
+    "loka.survey/5",  # without ``record``
 )
-GATE = "mere_floored"  # of a candidate's errors the one that plans are held to
+GATE = "mere_floored"  # the one of a candidate's errors that plans are held to
 Times = dict[int, float]  # M → µs
 
 
@@ -41,7 +41,7 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 
 class Fault(StrEnum):
-    """What a kernel did when it was tried in vain: the word that its ``why_not`` begins with, which is all that a file says."""
+    """How a kernel failed when it was tried. No file has a field for it: its ``why_not`` begins with this word."""
 
     FAILED = "failed"
     RETURNED = "returned"  # NaN, inf or nonsense
@@ -50,7 +50,7 @@ class Fault(StrEnum):
 
 
 class Candidate(Struct, frozen=True):
-    """One kernel at one role. Where ``why_not`` speaks there are no numbers."""
+    """One kernel at one role. Where ``why_not`` is set there are neither errors nor times."""
 
     kernel: str
     role: Role
@@ -60,13 +60,13 @@ class Candidate(Struct, frozen=True):
     error: dict[str, Estimate] = {}  # by metric: mere_floored, relative_rms, …
     flushed: float = 0.0  # shares of the values that the casts lost
     saturated: float = 0.0
-    silenced: float = 0.0  # share of x's features of which fprop's cast leaves next to nothing
+    silenced: float = 0.0  # share of x's features that fprop's cast all but erases
     forms: tuple[str, ...] = ()  # the keys of the casts it reads, a's and b's
     gemm_us: Times = {}  # with the epilogue; empty for a recipe whose kernel cannot be timed here
 
     @property
     def fault(self) -> Fault | None:
-        """None where it is able, and where it was refused and not tried."""
+        """None where it is able, or was refused without being tried."""
         return next((fault for fault in Fault if self.why_not and self.why_not.startswith(fault)), None)
 
 
@@ -76,7 +76,7 @@ class CastTime(Struct, frozen=True):
     tensor: TensorName
     forms: tuple[str, ...]  # sorted keys
     time_us: Times
-    in_step_us: Times = {}  # what it adds to an optimizer's step that makes it, of a weight that has such an optimizer
+    in_step_us: Times = {}  # of a weight whose optimizer can make it: what it adds to that optimizer's step
 
 
 class BlockCandidate(Struct, frozen=True):
@@ -89,7 +89,7 @@ class BlockCandidate(Struct, frozen=True):
     error: dict[Role, dict[str, Estimate]] = {}
     flushed: float = 0.0  # as a Candidate's in fprop, by its own casts of x and w
     silenced: float = 0.0
-    misread_backward: float = 0.0  # share of features of x, dz or w that backward's casts, with one scale for all, distort
+    misread_backward: float = 0.0  # largest share of features (of x, dz or w) that backward's casts by one scale distort
     input_cast_us: Times = {}  # paid where the module in front hands on no FP8
     training_cast_us: Times = {}  # the same in training, where wgrad reads the input transposed
     forward_us: Times = {}  # serving: nothing saved
@@ -99,7 +99,7 @@ class BlockCandidate(Struct, frozen=True):
     epilogue_forward_us: Times = {}  # norm and activation alone, compiled: what stays where the site is no block
     epilogue_training_us: Times = {}
     entry: str | None = None  # the norm in front of it, by name, which may hand it FP8: no input is cast then
-    entry_forward_us: Times = {}  # that norm into FP8, and its gradient
+    entry_forward_us: Times = {}  # that norm into FP8; in training with its gradient
     entry_training_us: Times = {}
     entry_baseline_forward_us: Times = {}  # the same norm compiled in high precision
     entry_baseline_training_us: Times = {}
@@ -126,7 +126,7 @@ class Ceiling(Struct, frozen=True):
     """How much of a step LoKA can reach at all (Amdahl): were all sites free, the step would be 1/(1−covered) times as fast."""
 
     step_us: float  # of a whole training step, as the Probe saw it
-    sites_us: float  # of the baseline's GEMMs and blocks in it
+    sites_us: float  # of the sites' GEMMs in it, by the baseline
     uncovered: tuple[str, ...] = ()  # linear layers, norms and activations that are function calls, and attention
 
     @property
@@ -143,12 +143,13 @@ class SurveyDocument(Struct, frozen=True):
     sites: tuple[SiteSurvey, ...]
     ceiling: Ceiling | None = None
     findings: tuple[str, ...] = ()
-    record: str = ""  # the id of what it was measured on
+    record: str = ""  # the id of the Record it was measured on
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits, by which a Plan tells what it was made from."""
-        as_read = msgspec.convert(msgspec.to_builtins(self, str_keys=True), SurveyDocument, str_keys=True)  # 1 is 1.0 there
+        """Sixteen hex digits by which a Plan names the Survey it was made from."""
+        # As it would be read from its file, where 1 becomes 1.0.
+        as_read = msgspec.convert(msgspec.to_builtins(self, str_keys=True), SurveyDocument, str_keys=True)
         return hashlib.sha256(msgspec.json.encode(as_read)).hexdigest()[:16]
 
 

@@ -28,7 +28,7 @@ def _why_not(found: FoundBlocks, site: str, plan: BlockPlan) -> str | None:
     block = found.of(site)
     if block.calls is None:
         return f"cannot be followed through the model: pass example=(…), forward's arguments ({found.how})"
-    is_behind_norm = block.norm is not None and plan.norm is None  # which stays where it is
+    is_behind_norm = block.norm is not None and plan.norm is None  # a norm that stays where it is
     around = (
         ("behind", plan.norm, block.norm_module),
         ("behind", plan.activation, None if is_behind_norm else block.activation_module),

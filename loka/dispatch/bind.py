@@ -95,5 +95,5 @@ def link_chains(plan: Plan, blocks: dict[str, FusedBlock]) -> None:
 
 
 def _kernels(site: SitePlan, plan: Plan) -> dict[Role, str]:
-    """All three roles: those that the plan leaves out, for serving runs fprop alone, are in high precision."""
+    """The kernels of all three roles: those that the plan leaves out, as one for serving does, are in high precision."""
     return {role: site.kernels[role].kernel if role in site.kernels else plan.document.high_precision for role in Role}

@@ -31,10 +31,10 @@ from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, unwrapped
 from loka.nn.weight_casts import holders_behind_steps
 
-# Of the loss, relatively. A model that trains by a plan pays up to twice what rounding costs one that did not (0.015 % by this
-# check came to 0.024 %), and 0.02 % is what it may pay.
+# Relative to the loss. A model that trains by a plan pays up to twice what rounding costs one that did not train by it (0.015 %
+# by this check came to 0.024 %), and 0.02 % is what it may pay.
 MAX_LOSS_CHANGE = {Goal.TRAINING: 5e-5, Goal.SERVING: 2e-4}
-LEAST_DIFFERENCE = 1e-6  # of a loss from itself that is told, relative: sums in another order make less
+LEAST_DIFFERENCE = 1e-6  # relative; two passes of a loss that differ by less are no error: sums in another order make less
 MAX_GRADIENT_CHANGE = 0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a lost gradient is off by 1
 GRADIENT_BATCHES = 2
 _GIVEN_BACK = "given back by check_plan: "  # in front of the reason, in the plan
@@ -42,7 +42,7 @@ _GIVEN_BACK = "given back by check_plan: "  # in front of the reason, in the pla
 
 @dataclass(frozen=True)
 class Round:
-    """One trial of the whole plan. ``gave_back`` are the sites that went to high precision after it, if any; where the loss had
+    """One trial of the whole plan. ``gave_back`` are the sites that went to high precision after it, if any: where the loss had
     decided, their forward pass alone if that is worth it, perhaps to a finer 8-bit format first."""
 
     sites: int
@@ -59,7 +59,7 @@ class CheckedPlan:
     plan: Plan
     baseline_loss: float
     rounds: tuple[Round, ...]
-    alone: dict[str, LossChange]  # what each site did by itself when last asked; empty where the whole was good at once
+    alone: dict[str, LossChange]  # what each site did by itself when last tried; empty where the loss never was over its limit
 
     @property
     def given_back(self) -> tuple[str, ...]:
@@ -97,15 +97,20 @@ def check_plan(
 ) -> CheckedPlan:
     """Try ``plan`` in ``model`` on held-out ``batches``, and give sites back until the whole passes.
 
-    It passes when rounding costs at most ``max_loss_change`` of the loss, relatively (0.02 % for serving, 0.005 % for training,
-    where it grows), and the loss on these batches has not surely risen by more (see ``loka.dispatch.loss_change``); when in
-    training no module's gradients are off by more than 70 % of their size; and when a step (forward, backward and the casts of
-    weights for a training plan, forward for serving) is at least ``min_speedup`` times as fast. Loss decides first: the sites
-    that save least for what they harm by themselves go, and of them fprop alone where that is worth it, to a finer 8-bit format
-    first. Then gradients, those of what lies in front of the model too, in the model as it is compiled: this sees that they
-    arrive; how exact they are is the plan's limit at each role. Then time: a quarter of the sites in a round, those that the
-    plan expects to save least. A step is timed ``repeats`` times over the batches. ``loss(model, batch)`` is a scalar.
-    ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was, without a plan.
+    It passes three tests, in this order; where one fails, sites go, and the rest is tried again.
+
+    - Loss: rounding costs at most ``max_loss_change`` of it, relatively (0.02 % for serving, 0.005 % for training, where it
+      grows), and the loss on these batches has not surely risen by more (see ``loka.dispatch.loss_change``). The sites go that
+      save least for what they harm by themselves: fprop alone where that is worth it, to a finer 8-bit format first.
+    - Gradients, in training: no module's are off by more than 70 % of their size, nor those of what lies in front of the model,
+      in the model as it is compiled. This sees that they arrive; how exact they are is the plan's limit at each role. The site
+      goes whose gradients are furthest off by itself.
+    - Time: a step (forward, backward and the casts of weights for a training plan, forward for serving) is at least
+      ``min_speedup`` times as fast, timed ``repeats`` times over the batches. A quarter of the sites goes, those that the plan
+      expects to save least.
+
+    ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was,
+    without a plan.
     """
     require_kind(plan, Plan, "the plan", "load it with loka.Plan.load(run)")
     if applied_to(model) is not None:
@@ -183,8 +188,8 @@ class _Trial:
             return self._gradients(applied)
 
     def whole(self, plan: Plan, high: list[float], max_loss_change: float) -> Round:
-        """The plan as it will run: its loss, where that is good its gradients, and where they are its time. A compiled model is
-        compiled for those."""
+        """The plan as it will run: its loss; if that is good, its gradients; if they are too, its time. A compiled model runs
+        compiled for the latter two."""
         with self._running(plan) as applied:
             change = self._change(applied, high)
             if applied.sites and not change.harm <= max_loss_change:
@@ -195,7 +200,7 @@ class _Trial:
             return Round(len(applied.sites), change, gradients, self._speedup(applied))
 
     def _gradients(self, applied: AppliedPlan) -> GradientChange:
-        """Beside high precision's, of the model as it trains: compiled if it is, with the same random numbers."""
+        """How far they are from high precision's in the model as it trains: compiled if it is, with the same random numbers."""
 
         def pairs() -> Iterator[tuple[Gradients, Gradients]]:
             for batch in self.batches[:GRADIENT_BATCHES]:
@@ -207,8 +212,8 @@ class _Trial:
         return gradient_change(pairs())
 
     def _gradients_of(self, batch: Any) -> Gradients:
-        """Copies, for a replayed CUDA graph writes the next gradients to where these lie. What a pass changes in the model, as
-        it does batch statistics, the next one does not see."""
+        """Copies, since a replayed CUDA graph writes the next gradients to where these lie. What a pass changes in the model,
+        such as batch statistics, is undone before the next."""
         with _without_a_trace(self.model, self.learned), torch.enable_grad():
             self.model.train()
             self.loss(self.model, batch).backward()
@@ -279,13 +284,13 @@ class _Trial:
 
 @dataclass
 class _Alone:
-    """What planned sites do by themselves, each asked once, and which of them go for it."""
+    """What planned sites do by themselves, each tried once with the kernels it runs on, and which of them are given back."""
 
     trial: _Trial
     high: list[float]
     changes: dict[str, LossChange] = field(default_factory=dict)
     gradients: dict[str, GradientChange] = field(default_factory=dict)
-    moved: set[str] = field(default_factory=set)  # sites that run on other kernels than when their loss was asked for
+    moved: set[str] = field(default_factory=set)  # sites that run on other kernels than when their loss was tried
 
     def without_worst_gradients(
         self, plan: Plan, planned: Sequence[SitePlan], off: GradientChange
@@ -304,7 +309,7 @@ class _Alone:
     def without_costly_forwards(
         self, plan: Plan, planned: Sequence[SitePlan], whole: LossChange, limit: float
     ) -> tuple[Plan, tuple[str, ...]]:
-        """The plan with the forward passes given back that cost too much of the loss, and of which sites those are."""
+        """The plan without the forward passes that cost too much of the loss, and the sites that those are of."""
         rounding = [site for site in planned if site.rounds_forward] or planned
         unknown = [site.site for site in rounding if site.site not in self.changes or site.site in self.moved]
         self.changes |= {name: self.trial.alone(plan, name, self.high) for name in unknown}
@@ -375,7 +380,7 @@ def _only(plan: Plan, site: str) -> Plan:
 
 
 def _name_in_front(tensor: Tensor) -> str:
-    """Of what is no parameter of the model: named like one, of a module that says what it is."""
+    """A name for what is no parameter of the model: like a parameter's, of a "module" that says what it is."""
     return f"the tensor of {tuple(tensor.shape)} in front of the model.{id(tensor)}"
 
 
@@ -405,10 +410,10 @@ def _send_nothing(model: nn.Module) -> None:
 
 @contextmanager
 def _without_a_trace(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Gradients, what modules hold (buffers, mode, attributes), and random numbers are behind the block what they were in front
-    of it. DistributedDataParallel sends nothing within it.
+    """Gradients, what modules hold (buffers, mode, attributes), and random numbers are after the block what they were before.
+    DistributedDataParallel sends nothing within it.
 
-    ``learned`` has gradients beside the model's own parameters.
+    ``learned`` are tensors with gradients beside the model's own parameters.
     """
     gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *learned)}
     tables = [table for parameter in gradients if (table := parameter._post_accumulate_grad_hooks)]

@@ -57,8 +57,8 @@ class SiteCasts:
 
     @classmethod
     def of_block(cls) -> "SiteCasts":
-        """A fused block casts its input with a scale a row, and for wgrad with one for all. What it hands on in codes its norm
-        has bounded: that cannot drift."""
+        """A fused block casts its input with a scale a row, and for wgrad with one for all. What it hands on in codes is
+        bounded by its norm, and cannot drift."""
         rowwise = Cast(Format.E4M3, Scaling.ROWWISE)
         return cls({Role.FPROP: (rowwise, rowwise)}, x_of_wgrad=Cast(Format.E4M3, Scaling.TENSORWISE))
 
@@ -66,7 +66,8 @@ class SiteCasts:
 def predicted_errors(
     site: SiteCasts, x_RK: Tensor, dy_RN: Tensor | None, weight_NK: Tensor, features_K: Tensor | None, energy_K: Tensor | None
 ) -> dict[Role, Tensor]:
-    """By role the larger of both errors, as scalars on the device. ``energy_K`` is from ``feature_energy``, of the Record."""
+    """The error of each role, of fprop the larger of both, as scalars on the device. ``energy_K`` is the Record's
+    ``feature_energy``."""
     vectors = None if features_K is None else TransformVectors(features_K)
     raw = {TensorName.X: x_RK, TensorName.DY: dy_RN, TensorName.W: weight_NK}
     errors: dict[Role, Tensor] = {}
@@ -93,7 +94,7 @@ def predicted_errors(
 
 
 def feature_energy(x_RK: Tensor, weight_NK: Tensor, transform: Transform, features_K: Tensor | None) -> Tensor:
-    """The share of a site's output that each feature makes, were they independent: E[x²]·‖w‖² of it, summing to 1."""
+    """The share of a site's output that each feature makes, were they independent: its E[x²]·‖w‖², scaled to sum to 1."""
     vectors = None if features_K is None else TransformVectors(features_K)
     x_RK = apply_to(TensorName.X, x_RK, transform, vectors)
     weight_NK = apply_to(TensorName.W, weight_NK, transform, vectors)

@@ -35,10 +35,10 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     """Make a model with a plan ready for serving, in place and for good: eval mode, no gradients, fprop's casts alone.
 
     ``drop_high_precision`` drops the weights that 8-bit copies stand for: ``state_dict`` has those copies instead, for models
-    frozen by the same plan. Without it batches that a kernel cannot take run in high precision, with it on the kernel, padded;
-    weights that are written otherwise than by ``load_state_dict`` are read behind ``loka.refresh``. A fused block
-    that runs in high precision here keeps its weight, and so does a layer whose weight a function reads too, as far as a trace
-    of the model shows.
+    frozen by the same plan. Batches that a kernel cannot take then run on it padded; where the weight is kept, in high
+    precision. A kept weight that is written otherwise than by ``load_state_dict`` takes effect with ``loka.refresh``. A fused
+    block that runs in high precision here keeps its weight in any case, and so does a layer whose weight a function reads too,
+    as far as a trace of the model shows.
     """
     model = unwrapped(model)
     applied = required_applied(model)
@@ -54,7 +54,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
         if not isinstance(planned, PlannedLinear):
             continue
         if site in bypassed or not planned.executor.operand_forms(Role.FPROP)[1].spec.format.is_8bit:
-            by_their_weights += applied.swaps[site]  # the way to them passes by, or their gradients alone were planned
+            by_their_weights += applied.swaps[site]  # torch passes them by, or their gradients alone were planned
         else:
             frozen[planned] = FrozenLinear(planned, keep_weight=planned in kept)
     for site, planned in modules.items():
@@ -78,7 +78,7 @@ def _read_elsewhere(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[n
 
 
 def _frozen_blocks(modules: Iterable[nn.Module], kept: Collection[nn.Module]) -> dict[nn.Module, Frozen]:
-    """Chain by chain, with the weights of those that are ``kept``: of one that does not run fused here, nothing is frozen."""
+    """The blocks' stand-ins, with the weights of those in ``kept``; of a chain that does not run fused here, none."""
     frozen: dict[nn.Module, Frozen] = {}
     for first in modules:
         if isinstance(first, FusedBlock) and not first.follows:

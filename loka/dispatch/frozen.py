@@ -24,17 +24,17 @@ from loka.numerics.formats import is_format
 
 
 class Frozen(nn.Module):
-    """A linear layer without gradients by the codes of its weight, beside which the weight itself may be kept.
+    """A linear layer without gradients that runs on the codes of its weight; the weight itself may be kept beside them.
 
-    Where it is not, ``state_dict`` has the codes in its place, and ``weight`` still says its shape, dtype and device, which
-    forwards ask for; as values it has NaN alone.
+    Where it is not, ``state_dict`` has the codes in its place, and ``weight`` still has its shape, dtype and device, which
+    forwards ask for, with NaN for every value.
     """
 
     weight: Tensor
     bias: Tensor | None
     codes: Tensor
     scale: Tensor
-    _is_stale = False  # a weight was written whose dtype is no format of ours: it is cast when it has one again
+    _is_stale = False  # the weight was given a dtype that is no format of ours: it is cast again once it has one
 
     def __init__(self, module: PlannedLinear | FusedBlock, *, keep_weight: bool) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ class Frozen(nn.Module):
             raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
 
     def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
-        """What serving reads of a weight, by the names of the buffers that hold it. Codes come last, and so are written last,
-        also from a ``state_dict``: what a kernel has packed of them and of their scales is packed again when they change."""
+        """What serving reads of a weight, by the names of the buffers that hold it. Codes come last, so that they are written
+        last, from a ``state_dict`` too: a kernel packs codes and scales again when the codes have changed."""
         raise NotImplementedError
 
-    @torch.inference_mode(False)  # in which codes could not be written again outside of it
+    @torch.inference_mode(False)  # codes made in that mode could not be written again outside of it
     @torch.no_grad()
     def _hold(self, weight_NK: Tensor) -> None:
         for name, buffer in self._casts(weight_NK.detach()).items():
@@ -105,7 +105,7 @@ class Frozen(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
-        """Cast the weight again, which must have been kept. Its codes are written where they lie, if that is where it lies."""
+        """Cast the weight again, which must have been kept: in place where codes lie on its device."""
         assert self.has_weight
         self._is_stale = not is_format(self.weight.dtype)
         if not self._is_stale:
@@ -135,8 +135,8 @@ class Frozen(nn.Module):
 
     @torch.inference_mode(False)
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Buffers that were loaded or copied under inference_mode could not be written outside of it, nor have they versions,
-        by which a kernel knows that what it packed is still good."""
+        """Buffers that were loaded or copied under inference_mode could not be written outside of it, and have no versions, by
+        which a kernel knows that what it packed is still good."""
         super().__setstate__(state)
         for name, buffer in self._buffers.items():
             if buffer is not None and buffer.is_inference():

@@ -10,9 +10,9 @@ SLOW_SHARE = 4  # where a plan is too slow one in so many sites goes at once: a 
 
 
 def too_costly(sites: Sequence[SitePlan], alone: Mapping[str, LossChange], whole: LossChange, limit: float) -> tuple[str, ...]:
-    """The sites whose forward passes go, worst first. Those that stay save most for what they cost, and cost ``limit`` at most.
+    """The sites whose forward passes go, worst first. Those that stay save most for what they cost, together ``limit`` at most.
 
-    A site costs what it does by itself, and its share of what the whole costs more than all of them by themselves.
+    A site costs what it does by itself, times what the whole costs over the sum of all sites by themselves, if that is above 1.
     """
     costs = {site.site: max(0.0, alone[site.site].harm) for site in sites}
     worst_first = sorted(costs, key=lambda name: -costs[name])

@@ -16,7 +16,7 @@ NEGLIGIBLE = 1e-6  # of the whole gradient: what has less learns nothing from th
 
 
 class GradientChange(NamedTuple):
-    """Of the module whose gradients are furthest off: by how much of their size, inf where they are no numbers."""
+    """The module whose gradients are furthest off, and by how much of their size; inf where they are no numbers."""
 
     error: float
     module: str
@@ -26,7 +26,7 @@ def gradient_change(pairs: Iterable[tuple[Gradients, Gradients]]) -> GradientCha
     """From the gradients of each batch by the plan and in high precision; no change where there are none.
 
     The parameters of a module are judged together: a bias in front of a norm that takes its mean away has a gradient of 0, and
-    what is left of it after rounding is noise in either. What is no number in high precision judges nobody.
+    what is left of it after rounding is noise in either. A gradient that is no number in high precision is left out.
     """
     errors: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)

@@ -57,8 +57,8 @@ class Guard:
     Put ``with guard.step():`` around the training step. A check runs the step eager with hooks on, predicts each site's error
     from ``rows`` of its rows, and waits for the device once; the steps between touch nothing. A site whose error is past
     ``max_error``, one number or one a role (by default 1.5 times the plan's limit), returns to high precision for good, which
-    is logged and kept in ``events``. Values that are no numbers, as of a batch that a training loop then skips, are looked at
-    once more in the next step.
+    is logged and kept in ``events``. Where values are no numbers, as in a batch that a training loop then skips, the next step
+    is checked too, and decides.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def _to_judge(calls: "list[_Seen]") -> "list[_Seen]":
 
 
 def _pick(x_MK: Tensor, rows: int, generator: torch.Generator) -> Tensor:
-    """Rows by lot, for even distances may fall in step with the axes that M was made of; and the one with the largest value.
+    """Rows by lot, since even distances may fall in step with the axes that M was made of, and the row with the largest value.
     Chosen on the device."""
     if x_MK.shape[0] <= rows:
         return torch.arange(x_MK.shape[0], device=x_MK.device)

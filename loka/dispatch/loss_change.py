@@ -6,8 +6,8 @@ changes its sign and the second does not, so
 
     rounding = (loss(+d) + loss(−d)) / 2 − loss(0)
 
-knows it from few batches. Every error that a planned site made in the first pass is subtracted in the second from what the
-site would give in high precision.
+measures the second from few batches. Every error that a planned site made in the first pass is subtracted in the second pass
+from what the site would give in high precision.
 """
 
 import math
@@ -50,8 +50,8 @@ class LossChange:
 
 
 def losses(model: nn.Module, batches: Sequence[Any], loss: Loss) -> list[float]:
-    """By batch, in eval mode, each from the state the model and random numbers are in: what a loss draws, such as negatives, is
-    the same in every pass. Eager, for these passes are few and every plan would compile anew."""
+    """By batch, in eval mode. Every pass begins with the same model and random numbers: what a loss draws, such as negatives,
+    is the same in each. Eager, since these passes are few and every plan would compile anew."""
     return [_loss_of(model, batch, loss) for batch in batches]
 
 
@@ -73,7 +73,7 @@ def scalar(value: object) -> Tensor:
 def losses_both_ways(
     model: nn.Module, planned: Sequence[nn.Module], batches: Sequence[Any], loss: Loss
 ) -> tuple[list[float], list[float]]:
-    """The same with the errors of the modules in ``planned`` as they are, and turned around."""
+    """The losses by batch with the errors of the modules in ``planned`` as they are, and with them turned around."""
     both = []
     for batch in batches:
         errors: Errors = {}
@@ -116,7 +116,7 @@ def _record(errors: Errors, site: nn.Module, rounded: Tensor, exact: Tensor) -> 
 
 
 def _turn_around(errors: Errors, site: nn.Module, rounded: Tensor, exact: Tensor) -> Tensor | None:
-    """Rounding in front of a router sends rows to other experts: a call of other rows than before is left as it is, rounded."""
+    """Rounding in front of a router sends rows to other experts: a call of more or fewer rows than before is left rounded."""
     of_site = errors.get(site)
     error = of_site.popleft() if of_site else None
     return None if error is None or error.shape != exact.shape else (exact.float() - error).to(rounded.dtype)

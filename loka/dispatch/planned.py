@@ -18,8 +18,8 @@ _COUNTER = "high_precision_calls"
 
 
 class PlannedLinear(LokaLinear):
-    """A LokaLinear that runs in high precision where its kernels cannot take the rows of a call, or its dtype, or there
-    are none to be had, or where it was parametrized or pruned since, and counts such calls."""
+    """A LokaLinear that runs in high precision, and counts such calls, where its kernels cannot take a call's rows or the dtype
+    of its weight, where an input has no rows (sparse, nested), and where it was parametrized or pruned since."""
 
     rows: RowLimits
 

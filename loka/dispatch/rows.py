@@ -39,7 +39,7 @@ def row_limits(kernels: Mapping[Role, Kernel], k: int, n: int, out: Format, devi
 
 
 def _rows_of(kernel: Kernel, role: Role, k: int, n: int, out: Format, device: Device) -> tuple[int, int] | str:
-    """The first and last M that ``kernel`` takes: refusals for M alone are of too few rows or of too many."""
+    """The first and last M that ``kernel`` takes: what it refuses for M alone are too few rows, or too many."""
 
     def refusal(m: int) -> str | None:
         return kernel.why_not(GemmProblem.of(role, SiteShape(m, k, n), out, device))

@@ -23,7 +23,7 @@ _REMEMBERED, _FROZEN = "_loka_applied", "_loka_frozen"
 
 @dataclass
 class Swap:
-    """One module that stands in for another, which holds the same parameters."""
+    """One module that stands in for another; both hold the same parameters."""
 
     original: nn.Module
     current: nn.Module
@@ -84,8 +84,8 @@ def required_applied(model: nn.Module) -> AppliedPlan:
 
 
 def require_replaceable(model: nn.Module, applied: AppliedPlan, sites: Iterable[str]) -> None:
-    """Raise where a user has put pruning, a parametrization, a buffer or a module on a stand-in, which would be lost; or a
-    forward, or holds it by another way than its name, where the stand-in would go on running."""
+    """Raise where a user has put on a stand-in what would be lost (pruning, a parametrization, a buffer, a module), or where
+    the stand-in would go on running: by a forward put on it, or because it is held by another way than its name."""
     sites = list(sites)
     for site in sites:
         current = applied.module(site)
@@ -125,8 +125,8 @@ def put_in(model: nn.Module, swaps: Iterable[Swap]) -> None:
 
 
 def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
-    """Set each ``original`` back, with parameters, mode, and the users' attributes as its stand-in has them now; and, of sites,
-    with the users' hooks on calls."""
+    """Set each ``original`` back, with the mode and the users' attributes that its stand-in has now; sites also with its
+    parameters and the users' hooks on calls."""
     swaps = list(swaps)
     for swap in swaps:
         if isinstance(swap.current, PlannedLinear | FusedBlock):
@@ -138,8 +138,7 @@ def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
 
 
 def carry_hooks(current: nn.Module, other: nn.Module) -> None:
-    """Give the hooks that users put on ``current`` to the module that takes its place; who holds a handle can still remove
-    them."""
+    """Give the hooks that users put on ``current`` to the module that takes its place; their handles still remove them."""
     for name in _HOOKS:
         table = vars(current).get(name)
         if table:

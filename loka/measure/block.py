@@ -2,8 +2,8 @@
 
 A layer with nothing behind it may be the end of a chain: it takes what the block in front hands on in FP8.
 
-The Record knows the gradient of the linear layer's output. As the gradient of the block's it has the right zeros and scales of
-rows, which is what the casts in backward feel.
+The Record knows the gradient of the linear layer's output, not of the block's. Taken for the latter it has the right zeros and
+row scales, which are what backward's casts feel.
 
 Each role's error is that of its own casts, as it is of kernels without a block: gradients are compared with exact ones at the
 point that forward's casts led to. Against gradients at the exact point every activation with a kink would look unsafe: casts
@@ -44,7 +44,7 @@ class Blocks:
     def __init__(
         self, dtype: Format, device: torch.device, left_out: str | None = None, failed: Mapping[BlockShape, str] | None = None
     ) -> None:
-        """``left_out``: why the fused kernel is not to be run at all; ``failed``: where it was tried in vain, and why."""
+        """``left_out``: why the fused kernel is not to be run at all; ``failed``: the shapes whose trial failed, and why."""
         self._dtype, self._device, self._left_out, self._failed = dtype, device, left_out, failed or {}
         self._times: dict[BlockShape, dict[str, float]] = {}
 
@@ -94,7 +94,7 @@ class Blocks:
         return self._times[shape]
 
     def _timed(self, shape: BlockShape, block: FusedBlock) -> dict[str, float] | None:
-        """None where memory is short, and less is needed for a cast behind a step: steps take many times the weight."""
+        """None where memory is short but may do for a cast after a step: a step that casts takes many times the weight."""
         copies = copies_past_cache(block.weight.nbytes, self._device)
         try:
             calls = block_calls(shape, block, copies=copies)
@@ -118,7 +118,7 @@ class _Exact:
         self._cast_weight = _by_rows(block.weight.detach())  # its codes: in float64 a wide layer takes gigabytes
 
     def outputs(self, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:
-        """y, and the gradients at the product of x and w as they are cast."""
+        """The exact y, and the exact gradients at the product of x and w as they are cast."""
         with torch.no_grad():
             product_MN = self._product(x_MK.double())
             moved_MN = self._cast_product(x_MK) - product_MN
@@ -180,7 +180,7 @@ def is_fused(site: SiteRecord, dtype: Format, device: torch.device) -> bool:
 
 
 def _may_be_block(site: SiteRecord) -> bool:
-    """A norm or an activation follows it, or it follows a block that feeds nothing else and is no head."""
+    """A norm or an activation follows it; or it is no head, and follows a block that feeds nothing else."""
     return bool(site.norm or site.activation) or (site.producer is not None and not site.is_head)
 
 

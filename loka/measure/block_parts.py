@@ -137,7 +137,7 @@ def block_calls(shape: BlockShape, block: FusedBlock, *, copies: int) -> dict[st
 
 
 def _weight_calls(shape: BlockShape, blocks: Sequence[FusedBlock]) -> dict[str, TimedCall]:
-    """The cast of the weight, once a step: behind it, or within one, beside which a step is timed that casts nothing."""
+    """The cast of the weight, once a step: after it, or within it; then a step that casts nothing is timed too."""
     if not (shape.cast_in_step and blocks[0].can_step()):
         return {"weight_cast": lambda turn: blocks[turn % len(blocks)].recast_after_step()}
     steps = AdamSteps(blocks[0].weight.detach(), len(blocks))

@@ -168,7 +168,7 @@ def site_on(kernel: str) -> Callable[[BlockInputs], Way]:
 def torchao(recipe: str) -> Callable[[BlockInputs], Way]:
     """torchao's layer, compiled: its training recipe, and for serving its dynamic quantization of the same granularity.
 
-    One weight that stays in the cache, which flatters it: its modules are compiled one by one.
+    One weight that stays in the cache, which flatters it: each copy would be a module to compile.
     """
 
     def way(inputs: BlockInputs) -> Way:

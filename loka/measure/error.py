@@ -37,7 +37,7 @@ HARMLESS = 0.01  # unless all of it lies below this
 FEWEST_SAMPLES, MOST_SAMPLES = 3, 50
 MOST_ROWS = 2048
 CPU_PRODUCTS = 4e9  # multiplications of one sample: a core does about 1e10 a second
-# For the errors of all sites, and of one at least and at most: past it a site's intervals stay as wide as they are.
+# For the errors of all sites, and for those of one, at least and at most: past it a site's intervals stay as wide as they are.
 RUN_BUDGET_S = {"cuda": 60.0, "cpu": 180.0}
 SITE_BUDGET_S = {"cuda": (0.1, 1.0), "cpu": (0.5, 3.0)}
 
@@ -58,7 +58,7 @@ LOST_SAMPLES = 10  # over which the shares of values that casts lose are average
 
 @dataclass
 class OptionError:
-    """What was learned of one option; where ``why_not`` speaks, nothing else counts."""
+    """What was learned of one option; where ``why_not`` is set, nothing else counts."""
 
     samples: ErrorSamples = field(default_factory=ErrorSamples)
     why_not: str | None = None
@@ -68,7 +68,7 @@ class OptionError:
     factors: Factors = field(default_factory=Factors)  # by which the errors of drawn rows are multiplied
 
     def add_lost(self, flushed: float, saturated: float, silenced: float) -> None:
-        """What one more sample's casts lost, into the means: a scale hangs on the largest value, which not every batch has."""
+        """Average in what one more sample's casts lost: a scale hangs on the largest value, which not every batch has."""
         weight = 1 / (len(self.samples) + 1)
         self.flushed += weight * (flushed - self.flushed)
         self.saturated += weight * (saturated - self.saturated)
@@ -98,7 +98,7 @@ class OptionError:
 
 
 def budgets_s(sites: Iterable[SiteRecord], device: torch.device) -> dict[str, float]:
-    """How long the errors of each site may take: more, the more of all multiplications, and so of a step's time, is its own."""
+    """How long the errors of each site may take, by its share of all multiplications, and so of a step's time."""
     products = {site.name: site.k * site.n * sum(m * calls for m, calls in site.calls.items()) for site in sites}
     total = sum(products.values()) or 1.0
     least, most = SITE_BUDGET_S[device.type]
@@ -133,7 +133,7 @@ def corrections_of(site: SiteRecord) -> dict[Role, Correction]:
 
 
 def until_known(samples: Iterator[SiteTensors], errors: Collection[OptionError], budget_s: float) -> Iterator[SiteTensors]:
-    """As many samples as it takes to know all ``errors``, in this time: but the fewest there must be."""
+    """As many samples as it takes to know all ``errors``, within ``budget_s``, but FEWEST_SAMPLES in any case."""
     start = time.perf_counter()
     for index in range(MOST_SAMPLES):
         is_over = index >= FEWEST_SAMPLES and time.perf_counter() - start > budget_s

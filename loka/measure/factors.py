@@ -1,4 +1,4 @@
-"""By what errors that were measured on drawn rows are multiplied, where the Probe measured the same on real ones."""
+"""The factors that correct errors measured on drawn rows, where the Probe measured the same on real ones."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from loka.core.estimate import Estimate
 from loka.core.recipe import Accumulation, Recipe
 from loka.measure.parts import SiteTensors
 
-USUAL = 0.2  # the logarithm of a ratio between seen and drawn rows, as it usually is
+USUAL = 0.2  # the usual size of the logarithm of a ratio between seen and drawn rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Factors:
 
 
 class Correction(Protocol):
-    """Of one role of one site; ``add`` is told of every sample that its options are measured with."""
+    """Of one role of one site; ``add`` is given every sample that its options are measured with."""
 
     def add(self, tensors: SiteTensors) -> None: ...
 
@@ -38,16 +38,16 @@ class Correction(Protocol):
 
 
 def as_looked_at(recipe: Recipe) -> Recipe:
-    """The Probe sums in full whatever a kernel does."""
+    """The recipe as the Probe looked at it: summed in full, whatever the kernel does."""
     return dataclasses.replace(recipe, accumulation=Accumulation.FULL)
 
 
 def trusted(ratio: float, deviation: float) -> float:
-    """As much of the ratio as is no chance, going by how large it is; ``deviation`` is that of its logarithm."""
+    """The ratio, drawn towards 1 the more it may be chance, going by its size; ``deviation`` is that of its logarithm."""
     size = max(USUAL, abs(math.log(ratio))) ** 2
     return ratio ** (size / (size + deviation**2))
 
 
 def ratio(a: float, b: float) -> float:
-    """1 where either is 0 or no number: of errors that are none nothing can be learned."""
+    """1 where either is 0 or no number: nothing can be learned from that."""
     return a / b if 0 < a < math.inf and 0 < b < math.inf else 1.0

@@ -1,5 +1,5 @@
-"""What drawn rows get wrong about outputs, by what the Probe saw of them on real ones: rows that are large or small as a whole,
-and largest values that no quantile tells (``loka.numerics.fprop_errors``)."""
+"""What drawn rows get wrong about the errors of outputs, by what the Probe measured on real rows: rows that are large or small
+as a whole, and largest values that no quantile tells (``loka.numerics.fprop_errors``)."""
 
 import math
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from loka.measure.parts import SiteTensors
 from loka.numerics.fprop_errors import RECIPES, FpropErrors, fprop_errors, some_outputs
 
 OF_A_ROW = 0.8  # deviation of the logarithm of one row's error
-MOST_ROWS, MOST_VALUES = 512, 2**22  # of a sample, which are all drawn alike
+MOST_ROWS, MOST_VALUES = 512, 2**22  # of a sample: its rows are all drawn alike
 
 
 class FpropCorrection:

@@ -1,6 +1,6 @@
 """What a measurement has so far, a line added after every site, so that an interrupted one goes on where it stopped.
 
-Lines, and not a document that is written anew each time, whose cost would grow with the square of the sites.
+Lines, since the cost of a document that is written anew each time would grow with the square of the sites.
 """
 
 import hashlib

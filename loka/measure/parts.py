@@ -120,8 +120,8 @@ class SiteParts:
         self._stepped: dict[tuple[tuple[Form, ...], int], Callable[[], None]] = {}
 
     def cast(self, name: TensorName, forms: Sequence[Form], turn: int) -> tuple[Operand, ...]:
-        """All ``forms`` of a tensor as a model casts them: the call to time. A weight is cast again where its copies lie, if a
-        caster can."""
+        """All ``forms`` of a tensor as a model casts them: the call to time. A weight is cast into the copies that are there,
+        if a caster can."""
         tensor, forms = self.tensors.stored(name, turn), tuple(forms)
         rewriter = rewriter_of(name, tensor, forms) if name is TensorName.W else None
         if rewriter is None:
@@ -141,7 +141,7 @@ class SiteParts:
         return isinstance(stepper, Stepper) and stepper.can_step(weight_NK, forms)
 
     def step(self, forms: Sequence[Form], turn: int) -> None:
-        """A step of Adam that casts the weight into ``forms``: the call to time. Into none it is torch's."""
+        """A step of Adam that casts the weight into ``forms``: the call to time. Without forms it is torch's own step."""
         if not forms:
             self._adam.by_torch(turn)
             return
@@ -235,7 +235,7 @@ class SiteParts:
 
 
 def _written(rewriter: Rewriter, weight_NK: Tensor, forms: Sequence[Form]) -> tuple[dict[Form, Operand], Tensor]:
-    """The casts that are to be written again, and what is remembered for it."""
+    """The casts that are to be written again, and what the rewriter remembers for that."""
     return dict(zip(forms, cast(TensorName.W, weight_NK, forms), strict=True)), rewriter.remember(weight_NK, forms)
 
 
@@ -245,8 +245,8 @@ def is_compiled(form: Form, problem: CastProblem) -> bool:
 
 
 def is_worth_sharing(a: Form, b: Form) -> bool:
-    """Whether a cast into both forms at once is worth a kernel of its own. Scales of tiles are paired with scales of tiles
-    only: pairs with others are half of all, and few sites would choose one."""
+    """Whether a cast into both forms at once is worth a kernel of its own. Forms with scales of tiles are paired with each
+    other only: mixed pairs are half of all, and few sites would choose one."""
     are_8bit = a.spec.format.is_8bit and b.spec.format.is_8bit
     return are_8bit and a.transform is b.transform and _is_tiled(a) == _is_tiled(b)
 

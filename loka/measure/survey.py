@@ -36,7 +36,7 @@ from loka.measure.trial import (
     try_kernels,
 )
 
-# What a model in a format has left behind: more exact, and slower.
+# By the format a model runs in, the formats it has given up for it: more exact, and slower.
 WIDER = {Format.FP32: (), Format.TF32: (Format.FP32,), Format.BF16: (Format.FP32, Format.TF32)}
 
 
@@ -48,12 +48,13 @@ def measure(
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Survey:
-    """Measure every able kernel at every site and role of ``record``, its error on what was learned there and its times here.
+    """Measure every able kernel at every site and role of ``record``: its error on what was learned there, its times here.
 
-    ``kernels`` are names, all that make sense on the device if not given; ``device`` is the GPU if there is one. With a folder
-    ``out``, results are written after every site and a measurement that was interrupted goes on; the finished Survey is saved
-    there. Nothing a kernel does stops it: one that raises, hangs or returns nonsense is listed with its reason. ``progress`` is
-    told of every site, as ``loka.core.progress.for_this_output()`` shows them; without it the call is silent.
+    ``kernels`` are names, by default all that make sense on the device; ``device`` is by default the GPU if there is one. With
+    a folder ``out``, results are written after every site and a measurement that was interrupted goes on; the finished Survey
+    is saved there. A kernel that raises, hangs or returns nonsense is listed with its reason; should one break the GPU for this
+    process, ``BrokenDevice`` is raised, and the next call with the same ``out`` goes on without it. ``progress``, such as
+    ``loka.core.progress.for_this_output()``, shows every site; without it the call is silent.
     """
     require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
     where = device_named(str(device or "auto"))
@@ -61,7 +62,7 @@ def measure(
     environment = current_environment(device_of(where))
     with nullcontext() if out is None else alone_in(out):
         partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
-        outside = torch.autocast(where.type, enabled=False)  # the baseline would run in its dtype, and the truth too
+        outside = torch.autocast(where.type, enabled=False)  # under it baseline and reference would run in its dtype
         with progress or Silent() as shown, one_triton_cache(where.type), outside:
             document = _measure(record, names, where, environment, partial, shown)
         survey = Survey(document, _vectors(record, document))
@@ -72,8 +73,8 @@ def measure(
 
 
 def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.device) -> tuple[str, ...]:
-    """The baseline first. By default all that may be faster than it; the oracle's only where it is the one way to know a
-    recipe's error."""
+    """The baseline first, then by default all that may be faster; the oracle's on a CPU alone, where some recipes' errors are
+    known by it only."""
     if not record.sites:
         raise InvalidInput("the record has no site: probe a model with linear layers")
     baseline = baseline_kernel(record.dtype)
@@ -90,7 +91,7 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
 
 
 def _require_one(names: list[str], device: torch.device) -> None:
-    """Of the kernels asked for one can run here, or a Survey of none would take the place of one that is there."""
+    """Refuse names of which none can run here: a Survey of nothing would take the place of one that is there."""
     if not names:
         raise InvalidInput("no kernel is named: name some, or leave `kernels` out for all that make sense here")
     where = device_of(device)
@@ -175,7 +176,7 @@ def _failed_trials(
     if trials:
         kernels = _kernels({trial.kernel for trial in trials})
         shown.say(f"trying {kernels} at {len(trials)} problems in processes of their own")
-    speeds.release()  # what measuring the ceiling, or looking for blocks, has left is for the children
+    speeds.release()  # memory left from measuring the ceiling, or from looking for blocks: the children need it
     failures = try_kernels(trials, children=children_for(device.type))
     for kernel in dict.fromkeys(trial.kernel for trial in failures):
         shown.say(f"  {kernel}: {next(why for trial, why in failures.items() if trial.kernel == kernel)}")
@@ -187,8 +188,8 @@ def _failed_trials(
 def _kernel_trials(
     site: SiteRecord, shape: TimedShape, names: tuple[str, ...], device: torch.device, speeds: Speeds
 ) -> Iterator[Trial]:
-    """The site's options that can take the shape. Of kernels that read the same forms one is told of those that read others: a
-    plan may mix them, and what is compiled for one pair of forms serves all."""
+    """Trials of the site's options that can take the shape. Of kernels that read the same forms only one also tries pairs with
+    the forms of others: a plan may mix them, and what is compiled for a pair of forms serves all."""
     options = plain_options(site, names)
     able = [option for option in options if needs_trial(option.kernel) and speeds.refusal(option, shape) is None]
     readers: dict[object, str] = {}
@@ -206,12 +207,13 @@ def _kernel_trials(
 
 
 def _error_rows(site: SiteRecord, device: torch.device) -> int:
-    """The rows that errors are taken from, where a kernel may be compiled for their number; a CPU compiles none."""
+    """How many rows errors are taken from: on a GPU a kernel may be compiled for just that number. A CPU compiles none, so
+    there it is the usual number."""
     return sample_rows(site, 0, device) if device.type == "cuda" else usual_rows(site)
 
 
 def _vectors(record: Record, document: SurveyDocument) -> dict[str, torch.Tensor]:
-    """Of the transforms that were surveyed, ``<site>/center`` and ``<site>/rescale``."""
+    """The vectors of the transforms that were surveyed, as ``<site>/center`` and ``<site>/rescale``."""
     used = {
         (site.site, candidate.transform)
         for site in document.sites

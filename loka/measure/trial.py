@@ -42,8 +42,8 @@ TRUSTED = ("loka.kernels.providers.torch_high", "loka.kernels.providers.referenc
 class Trial(msgspec.Struct, frozen=True, tag="kernel"):
     """One problem of one kernel, to be run once on normal values. ``module`` registers the kernel when imported.
 
-    ``beside`` are kernels that a plan may give other roles of the site to: the casts that both read are compiled too. So is
-    what ``transforms`` ask for, one of which the site may turn out to need.
+    ``beside`` are kernels that a plan may choose for other roles of the site: casts into the forms of both at once are compiled
+    too. So is all that ``transforms`` need, since the site may turn out to want one of them.
     """
 
     kernel: str
@@ -102,8 +102,8 @@ def children_for(device_type: str) -> int:
 
 @contextmanager
 def one_triton_cache(device_type: str) -> Iterator[None]:
-    """Triton's cache of compiled kernels held where it is, for this process and its children: torch.compile moves it to its own
-    folder, in each process when that first compiles something, and what one had compiled the others would not find."""
+    """Keep Triton's cache of compiled kernels where it is, for this process and its children. torch.compile would move it to
+    its own folder, in each process when that first compiles something, and what one had compiled others would not find."""
     knobs = _triton_knobs(device_type)
     with environment({"TRITON_CACHE_DIR": knobs.cache.dir} if knobs else {}):
         yield
@@ -137,8 +137,8 @@ def _triton_knobs(device: str) -> Any:
 def _assembler(knobs: Any, device: str) -> str:
     """The ptxas whose version is in the names of this process's compiled kernels, so that children look for the same names.
 
-    torch.compile hands Triton another ptxas in each process that it compiles in, and Triton asks for the version once: in this
-    process perhaps before that, in a child after it.
+    torch.compile hands Triton another ptxas in each process that it compiles in, and Triton looks up the version only once: in
+    this process perhaps before that, in a child after it.
     """
     from triton.backends.nvidia.compiler import get_ptxas_version
 
@@ -216,7 +216,7 @@ class _Child:
     def __init__(self) -> None:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the child itself: it has a core, and not a pool of processes more
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the child itself: it has one core, which a pool would only share out
         }
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the child)
         self._process = subprocess.Popen(

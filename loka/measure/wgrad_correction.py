@@ -53,15 +53,15 @@ class WgradCorrection:
 
 
 def _grown(alike: float, times: float, batches: float) -> float:
-    """How many times as large Σ error² is in ``times`` as many rows as it would be if all of it were chance. What is ``alike``
-    in all rows, a share of it, grows with their square; only as much is taken for that as cannot be chance itself."""
+    """How many times as large Σ error² is in ``times`` as many rows as it would be if all of it were chance. The share of it
+    that is ``alike`` in all rows grows with the square of their number; only what chance cannot explain is taken for that."""
     alike = min(1.0, max(0.0, alike - ALIKE_BY_CHANCE / math.sqrt(batches)))
     return 1 - alike + alike * times
 
 
 def _of_the_rest(times: float, batches: float) -> float:
-    """How uncertain the logarithm of an error is because one row in ``times`` was seen: what is alike in all rows (see
-    ``_grown``) may be there unseen, and the most that it could add is taken for two deviations (of the square, hence a 4th)."""
+    """How uncertain the logarithm of an error is because only one row in ``times`` was seen: errors alike in all rows (see
+    ``_grown``) may be there unseen. The most that they could add is taken for two deviations of the square, hence a 4th."""
     return math.log1p(min(1.0, ALIKE_BY_CHANCE / math.sqrt(batches)) * max(0.0, times - 1)) / 4
 
 

@@ -38,8 +38,8 @@ def apply_mods(
     ``optimizer`` to have removed parameters dropped from it; then train. A model that looks trained is refused without
     ``retrain=True``.
     ``keep`` names modules to leave alone with all inside them, as names or patterns (``"towers.*.out"``). With ``example``, the
-    arguments of one forward call, the model is run once, so that heads and readers are known where tracing fails, and once
-    more when it is changed: where that fails, it is as it was.
+    arguments of one forward call, the model is run once, so that heads and readers are known where tracing fails, and again
+    after the changes, in training and in eval mode: where that fails, they are undone.
     ``dry_run`` reports what would change and changes nothing.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) wraps
@@ -100,7 +100,7 @@ def _optimizers(given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] |
 
 
 def _run_in_both_modes(model: nn.Module, example: Example | Arguments) -> None:
-    """As it trains and as it serves: torch's own modules take another way there."""
+    """As it trains and as it serves: torch's own modules take another way in eval mode."""
     with left_as_it_was(model):
         for training in (True, False):
             model.train(training)
@@ -221,7 +221,7 @@ def _why_not_any(name: str, module: nn.Module, inside_torch: dict[str, str]) -> 
 
 
 def _frozen(model: nn.Module) -> dict[str, str]:
-    """Modules that nothing trains, or, where they hold no parameters, those inside a part of which that is so."""
+    """Modules of which no parameter is trained → the reason; one without parameters goes by the part of the model around it."""
     learns = {name: [p.requires_grad for p in module.parameters()] for name, module in model.named_modules()}
     reasons = {}
     for name in learns:

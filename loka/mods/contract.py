@@ -22,13 +22,13 @@ class Place:
 class Mod(Protocol):
     """One change of a model, made module by module.
 
-    ``concerns`` is about the kind of module, subclasses and look-alikes included; what it concerns and cannot be changed gives
-    a reason by ``why_not``, and the report prints it. Neither these nor ``change`` and ``removes`` change anything.
+    ``concerns`` is about the kind of module, subclasses and look-alikes included; ``why_not`` says why one of them cannot be
+    changed, and the report prints it. Neither of these changes anything, nor do ``change`` and ``removes``.
     """
 
     default: bool  # made unless others are asked for by name
     order: int  # of several Mods on one module the lowest goes first
-    replaces: bool  # puts another module in its place, and does not change that one
+    replaces: bool  # puts another module in its place, instead of changing the one there
     functions: frozenset[str]  # function calls it would change if they were modules
 
     def concerns(self, place: Place) -> bool: ...

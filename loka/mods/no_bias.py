@@ -10,8 +10,9 @@ from loka.nn.linear import LokaLinear
 @MODS.register("no_bias")
 class NoBias:
     """Linear and LayerNorm without bias. Two kinds of layers keep theirs: prediction heads, where it holds the base rate, and
-    those that read the model's inputs. norm(x·wᵀ) is the same for x and 10·x: without the bias nobody would learn how large a
-    feature is, and without a norm no unit could begin at a value of its own. What is behind a norm or a bias has a scale.
+    those that read the model's inputs. There, since norm(x·wᵀ) is the same for x and 10·x, nobody would learn how large a
+    feature is without the bias; and where no norm follows, no unit could begin at a value of its own. What comes behind a norm
+    or a bias has a scale already.
     """
 
     default = True

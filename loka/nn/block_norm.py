@@ -44,7 +44,7 @@ class BlockNorm(nn.Module):
         self.bound = math.sqrt(self.sizes[0])
 
     def forward(self, x: Tensor | None = None, *, input: Tensor | None = None) -> Tensor:
-        """Of ``x``, which forwards may also pass as ``input``: so nn.LayerNorm names it, and nn.RMSNorm names it x."""
+        """``x`` may also be passed as ``input``: nn.LayerNorm names its argument so, and nn.RMSNorm names it x."""
         x = input if x is None else x
         if x is None:
             raise InvalidInput(f"expected floats of shape (..., {self.n_features}), got nothing")
@@ -59,7 +59,7 @@ class BlockNorm(nn.Module):
         return y.to(x.dtype)
 
     def over(self, n_features: int) -> "BlockNorm | None":
-        """The norm that does the same to rows which hold one such vector behind another; None where there is none."""
+        """The norm that does the same to rows that hold several such vectors side by side; None where there is none."""
         if n_features == self.n_features:
             return self
         if n_features % self.n_features or len(set(self.sizes)) > 1:

@@ -41,7 +41,7 @@ class Follower:
 
 @dataclass(frozen=True)
 class Entry:
-    """A BlockNorm in front of a site that nothing else reads, and that is not the norm behind another site."""
+    """A BlockNorm in front of a site: nothing else reads it, and it is not the norm behind another site."""
 
     module: str  # fully qualified name
     block: int  # how many of the site's features it normalizes together, at most
@@ -61,8 +61,8 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Block:
-    """A site with the norm and activation that nobody but it feeds on the way, so that one kernel may run all three, as far as
-    they are modules."""
+    """A site with the norm and activation behind it, each the only reader of what is in front of it, so that one kernel may run
+    all three, as far as they are modules."""
 
     site: str
     in_features: int
@@ -81,17 +81,17 @@ class Block:
 
     @property
     def norm_module(self) -> str | None:
-        """What one kernel may run in place of; None for a function, which stays where it is."""
+        """The norm that one kernel may run too; None for a function, which stays where it is."""
         return self.norm.module if self.norm else None
 
     @property
     def activation_module(self) -> str | None:
-        """As ``norm_module``; nor may it be taken in past a norm that stays."""
+        """The activation, likewise; None also behind a norm that stays."""
         return self.activation.module if self.activation and (self.norm is None or self.norm.module) else None
 
     @property
     def is_whole(self) -> bool:
-        """Nothing stays behind what one kernel may run."""
+        """Whether one kernel may run all of it, so that nothing stays behind."""
         return all(follower.module is not None for follower in (self.norm, self.activation) if follower)
 
     @property
@@ -120,7 +120,7 @@ class Uncovered:
     """A product, norm or activation that is a function call, or inside a module of torch's: nothing that LoKA could swap."""
 
     function: str
-    inside: str  # the module whose forward calls it, or that it is; "" is the model itself
+    inside: str  # the module whose forward calls it, or that it is itself; "" is the model
 
     def __str__(self) -> str:
         return f"{self.function} in {self.inside or 'the model'}"
@@ -177,9 +177,9 @@ class FoundBlocks:
 def find_blocks(model: nn.Module, example: Example | Arguments | None = None) -> FoundBlocks:
     """Find the blocks of ``model``.
 
-    With ``example``, the arguments of one forward call, the model is run once and everything is known. Without, it is traced
-    symbolically, in parts where its forward branches on values; at the edges of those parts consumers are not known. So is a
-    model with scripted parts, whose calls a run does not see. The model is left as it was.
+    With ``example``, the arguments of one forward call, the model is run once and everything is known. Without, or with
+    scripted parts in it, whose calls a run does not see, it is traced symbolically: in parts where its forward branches on
+    values, and at the edges of those consumers are not known. The model is left as it was.
     """
     model = unwrapped(model)
     is_scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
@@ -273,14 +273,15 @@ def _is_head(graph: Graph, model: nn.Module, site: nn.Linear, calls: list[int]) 
 
 
 def any_of(answers: Sequence[bool | None]) -> bool | None:
-    """None where no call is known to be, and one is not known."""
+    """Whether one is True; None where none is, but one is not known, or there are none at all."""
     if True in answers:
         return True
     return None if None in answers or not answers else False
 
 
 def _reads_inputs_alone(graph: Graph, model: nn.Module, start: int) -> bool | None:
-    """None where a part of the model that could not be traced hands on what nobody knows."""
+    """Whether ``start`` reads the model's inputs with nothing learned and no norm between; None where a part of the model that
+    could not be traced may stand between."""
     pending, is_lost = list(graph.calls[start].reads), False
     seen = set(pending)
     while pending:
@@ -358,7 +359,7 @@ def _all_names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _id_of_weight(site: nn.Linear) -> int:
-    """A parametrized weight is made anew at each access: such a layer holds what it is made of, itself alone."""
+    """A parametrized weight is made anew at each access, by its layer alone: then the id is the layer's."""
     return id(site._parameters.get("weight", site))
 
 

@@ -84,7 +84,7 @@ class FusedBlock(nn.Module):
         (y,) = _run(self.chain, (self, *self.followers), self.entry, (len(self.followers),), input)
         return y
 
-    @torch.inference_mode(False)  # in which a cast could not be written again outside of it
+    @torch.inference_mode(False)  # a cast made in that mode could not be written again outside of it
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there, if the kernels can run where it lies now."""
         unable = (part for part in (self.spec, None if self.entry is None else norm_spec(self.entry)) if isinstance(part, str))
@@ -117,7 +117,7 @@ class FusedBlock(nn.Module):
         if self.why_reference is not None or not has_own_weight(self):
             return None
         if holds_current_casts(self):
-            codes = None if self.why_reference else self._held_codes()  # it may have been made again, and found unable
+            codes = None if self.why_reference else self._held_codes()  # why_reference is new if casts were just made again
         else:
             codes = None if why_not_here(self.weight.device, self.weight.dtype) else cast_weight(self.weight.detach())
         return None if codes is None else BlockTensors(self.weight, self.bias, *codes)
@@ -191,7 +191,7 @@ class FusedChain(nn.Module):
 def link_blocks(blocks: Sequence[FusedBlock]) -> None:
     """Chain blocks where they are: the first then runs them all, the others pass on what they are given.
 
-    Parameters keep their names. Only for blocks each of which reads nothing but the one in front of it, in every call.
+    Parameters keep their names. Only for blocks that each read nothing but the one in front of them, in every call.
     """
     first, *others = blocks
     _require_fit(blocks, first.entry)
@@ -206,7 +206,7 @@ def link_blocks(blocks: Sequence[FusedBlock]) -> None:
 def _run(
     spec: ChainSpec | None, blocks: Sequence[FusedBlock], entry: nn.Module | None, outputs: tuple[int, ...], x: Tensor
 ) -> tuple[Tensor, ...]:
-    """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused that can be by itself."""
+    """The outputs asked for: by one chain of kernels, or by the blocks one after another, each fused if it can be by itself."""
     if has_own_weight(blocks[0]):
         require_input(x, blocks[0].weight)
     tensors = [block.tensors() if x.numel() > 0 else None for block in blocks]

@@ -57,7 +57,7 @@ class Graph:
     method: Method
     untraceable: dict[str, str]  # modules whose forward could not be traced → why; empty for a whole graph
     parameters_read: dict[str, str]  # parameters that a function reads past their own module → that function's name
-    read_past: frozenset[str] = frozenset()  # modules that change their input in place, where that is read, not what they give
+    read_past: frozenset[str] = frozenset()  # modules that change their input in place, and whose input is then read again
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -134,15 +134,15 @@ def is_from_torch(module: nn.Module) -> bool:
 
 
 def _is_made_from_torch(module: nn.Module) -> bool:
-    """Such a module, or one of a class derived from its class, whose forward may be torch's."""
+    """As ``is_from_torch``, or of a class derived from such a one, whose forward may be torch's."""
     return not isinstance(module, _CONTAINERS) and any(
         base.__module__.startswith("torch.nn.") and base is not nn.Module for base in type(module).__mro__
     )
 
 
 def names_inside_torch(model: nn.Module) -> dict[str, str]:
-    """Parts of torch's own composite modules, such as an encoder layer, and of classes derived from those, with the class: they
-    read their parts' parameters themselves."""
+    """Parts of torch's own composite modules, such as an encoder layer, and of classes derived from those → the class, which
+    reads its parts' parameters itself."""
     return {
         f"{name}.{part}" if name else part: type(module).__name__
         for name, module in model.named_modules()

@@ -83,7 +83,7 @@ class _Recorder(TorchFunctionMode):
         attributes = (value for module in self._model.modules() for value in vars(module).values())
         held = (tensor for value in attributes for tensor in _tensors_in(value, depth=3))
         kept = [origin for tensor in held if (origin := self._origin(tensor)) is not None]
-        if kept:  # by the modules, for whoever asks them later
+        if kept:  # in attributes of the modules, to be read later
             self.calls.append(Call(Kind.OTHER, KEPT, False, "", tuple(dict.fromkeys(kept))))
         self.calls.append(Call(Kind.OUTPUT, "output", False, "", reads))
         self._alive.clear()
@@ -122,7 +122,8 @@ class _Recorder(TorchFunctionMode):
         return enter, leave
 
     def _told_apart(self, name: str, written: Tensor) -> Tensor:
-        """What a module gives that wrote to what it was given: the same values, told from those who go on with that."""
+        """The output of a module that wrote to its input, as another tensor of the same values: so who reads the output can be
+        told from who goes on with the input."""
         given = written.detach()
         self._remember(given, len(self.calls) - 1)
         self._in_place[id(written)] = name
@@ -132,7 +133,7 @@ class _Recorder(TorchFunctionMode):
         self, raw_name: str, args: Any, kwargs: dict[str, Any], given: list[Tensor], written: list[Tensor], output: Any
     ) -> None:
         outputs = [args[0]] if raw_name == "__setitem__" else list(_tensors_in(output))
-        # By its name and options as well: tensors of inference mode do not count how often they are written.
+        # Judged by name and options as well: tensors of inference mode do not count how often they are written.
         is_in_place = bool(_IN_PLACE.fullmatch(raw_name)) or kwargs.get("out") is not None or kwargs.get("inplace") is True
         made = [tensor for tensor in outputs if is_in_place or not _is_among(tensor, given)]
         made += [tensor for tensor in written if not _is_among(tensor, made)]
@@ -171,7 +172,7 @@ class _Recorder(TorchFunctionMode):
     def _origin(self, tensor: Tensor) -> int | None:
         """The call that made ``tensor``, or that wrote its memory since: by way of a view, or of what it is a view of.
 
-        One that came out of nowhere may lie in memory that is known (from numpy, or behind ``torch.vmap``).
+        A tensor that no call is known to have made may lie in memory that is known (from numpy, or behind ``torch.vmap``).
         """
         if id(tensor) in self._in_place:
             self.read_past.add(self._in_place[id(tensor)])

@@ -118,7 +118,7 @@ class _GraphBuilder:
                 self._parameters[id(parameter)].append(f"{name}.{parameter_name}" if name else parameter_name)
 
     def add_piece(self, name: str, owner: str | None) -> None:
-        """``owner`` is the untraceable module that calls this piece and does with its output what nobody knows."""
+        """``owner`` is the untraceable module that calls this piece; what it does with the output is not known."""
         if name in self._search.untraceable:
             for child in self._search.children(name):
                 self.add_piece(child, owner=name)

@@ -12,12 +12,12 @@ from loka.nn.within import within
 
 def refuse_held_in_lists(model: nn.Module, replaced: Iterable[nn.Module]) -> None:
     """Raise where an attribute of some module of ``model`` that names no submodule, such as a plain list, holds one that is
-    about to be replaced: forward may go through that, and on with the old module. What LoKA itself holds is not asked."""
+    about to be replaced: forward may go through that, and on with the old module. What LoKA itself holds is not looked at."""
     names = {id(module): name for name, module in model.named_modules()}
     wanted = {id(module) for module in replaced} & names.keys()
     for owner_name, owner in model.named_modules():
         if is_compiled_wrapper(owner):
-            continue  # which is told of what is put into it
+            continue  # a swap makes it compile what is put into it
         for attribute, value in (users_attributes(owner) if is_stand_in(owner) else vars(owner)).items():
             if attribute in ("_modules", "_parameters", "_buffers") or attribute.endswith("_hooks") or _is_ours(value):
                 continue

@@ -21,16 +21,16 @@ _COLLECTIONS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
 @contextmanager
 def left_as_it_was(model: nn.Module, *given: object) -> Iterator[None]:
-    """Undo what a forward pass does to the modules themselves: attributes it sets, buffers, and what else they hold that it
-    updates in place: tensors, arrays, generators, collections in collections. Objects of other classes are not looked into:
-    another thread may be at work in them. Parameters are not copied: a forward pass reads them. So it is with what is ``given``
-    to the forward pass, tuples and dicts of arguments: they are the user's batch."""
+    """Undo what a forward pass does to the modules (attributes it sets, buffers, and tensors, arrays, generators and nested
+    collections that they hold and it updates in place), and to what is ``given`` to it, tuples and dicts of arguments: they are
+    the user's batch. Objects of other classes are not looked into: another thread may be at work in them. Parameters are not
+    copied: a forward pass only reads them."""
     tables = _tables_of(model, *given)
     tables_before = [(table, copy.copy(table)) for table in tables if not isinstance(table, tuple)]
     buffers_before = {id(buffer): (buffer, buffer.clone()) for buffer in model.buffers()}
     kinds = {Tensor, torch.Generator, random.Random, *_numpy_kinds()}
     values = chain.from_iterable(_values_of(table) for table in tables)
-    held = {id(value): value for value in values if type(value) in kinds}  # of a vocabulary, nothing
+    held = {id(value): value for value in values if type(value) in kinds}  # a vocabulary's entries are of none
     others = [value for key, value in held.items() if key not in buffers_before and _is_own_tensor(value)]
     tensors_before = [(tensor, tensor._version, tensor.detach().clone()) for tensor in others]
     put_back = [_put_back(value) for value in held.values() if not isinstance(value, Tensor)]
@@ -80,8 +80,8 @@ def _holds(value: object, kind: type) -> bool:
 
 
 def _tables_of(model: nn.Module, *more: object) -> list[Any]:
-    """The attributes of its modules, among which are the tables of parameters, buffers and children, and the user's own
-    collections in them, in those again, and so on; not in what is so large that it is data."""
+    """The attributes of its modules, with the tables of parameters, buffers and children, and the collections that lie in them,
+    in those again, and so on; one so large that it is data is not looked into."""
     tables: dict[int, Any] = {}
     pending: list[Any] = [*(module.__dict__ for module in model.modules()), *more]
     while pending:
@@ -103,7 +103,7 @@ def _numpy_kinds() -> tuple[type, ...]:
 
 
 def _put_back(value: Any) -> Callable[[], None]:
-    """What makes an array, or a generator of torch, Python or numpy, as it is now."""
+    """A function that makes ``value``, an array or a generator of torch, Python or numpy, what it is now."""
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if hasattr(value, "bit_generator"):
@@ -122,8 +122,8 @@ def _write(array: Any, before: Any) -> None:
 
 
 def _is_own_tensor(value: object) -> TypeGuard[Tensor]:
-    """A plain tensor that a module holds by itself and may write: no parameter, not what autograd has made of one, and not one
-    value that stands for many."""
+    """A plain tensor that a module holds by itself and may write: no parameter, not what autograd has made of one, and not
+    expanded, so that one value stands for many."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.is_inference():
         return False
     return value.grad_fn is None and 0 not in value.stride()
@@ -131,8 +131,8 @@ def _is_own_tensor(value: object) -> TypeGuard[Tensor]:
 
 @contextmanager
 def random_state_kept(model: nn.Module) -> Iterator[None]:
-    """Torch's random numbers, on the model's GPUs too, Python's, and numpy's where that is in use, go on behind it as if nobody
-    had drawn any."""
+    """Torch's random numbers (on the model's GPUs too), Python's, and numpy's where that is in use go on after the block as if
+    none had been drawn in it."""
     devices = list({parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"})
     numpy = sys.modules.get("numpy")
     python_before, numpy_before = random.getstate(), numpy.random.get_state() if numpy else None

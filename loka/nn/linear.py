@@ -84,13 +84,13 @@ class LokaLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         require_input(input, self.weight)
-        format_of(self.weight.dtype)  # refuses one that is not cast
+        format_of(self.weight.dtype)  # refuses a dtype that is not cast
         operands, vectors = self._held_casts() if holds_current_casts(self) else self._made_casts()
         x_MK = as_read(input).reshape(-1, self.in_features)
         y_MN = run_site(self.executor, x_MK, self.weight, self.bias, operands, vectors)
         return y_MN.reshape(*input.shape[:-1], self.out_features)
 
-    @torch.inference_mode(False)  # in which a cast could not be written again outside of it
+    @torch.inference_mode(False)  # a cast made in that mode could not be written again outside of it
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
         """Cast the weight again, into the buffers that are there. A weight of a dtype that no caster reads has no casts: an
@@ -110,7 +110,7 @@ class LokaLinear(nn.Linear):
     @torch.inference_mode(False)
     @torch.no_grad()
     def recast_after_step(self) -> None:
-        """The same after a step of an optimizer, which moves a weight but a little: in one read where a caster can."""
+        """The same after an optimizer's step, which moves a weight only a little: in one read, if a caster can."""
         weight_NK = self.weight.detach()
         rewriter = self._rewriter
         if rewriter is None or not holds_casts_of(self, weight_NK):
@@ -146,7 +146,7 @@ class LokaLinear(nn.Linear):
 
     @torch.no_grad()
     def _made_casts(self) -> tuple[dict[Form, Operand], TransformVectors | None]:
-        """Of what stands in the weight's place, for one call."""
+        """Casts of a tensor that stands in the weight's place, for one call."""
         return dict(zip(self._cached_forms, self._cast_weight(), strict=True)), self._vectors(self._shift().get("shift"))
 
     def _held_casts(self) -> tuple[dict[Form, Operand], TransformVectors | None]:
@@ -154,7 +154,7 @@ class LokaLinear(nn.Linear):
         return self._weight_operands(), self._vectors(shift_N)
 
     def _shift(self) -> dict[str, Tensor]:
-        """What a centered site adds behind its product, of the weight as it is."""
+        """What a centered site adds to its product, made from the weight as it is."""
         features_K = self.transform_vector
         if features_K is None or self.transform is not Transform.CENTER:
             return {}
@@ -167,7 +167,7 @@ class LokaLinear(nn.Linear):
 
     @torch.inference_mode(False)
     def _bind(self, kernels: SiteKernels, transform: Transform = Transform.NONE, vector: Tensor | None = None) -> None:
-        format_of(self.weight.dtype)  # refuses others
+        format_of(self.weight.dtype)  # refuses a dtype that is not cast
         one_name = "SiteKernels.same(name), of loka.kernels.executor, takes one name for all three roles"
         require_kind(kernels, SiteKernels, "kernels", one_name)
         self.executor = SiteExecutor(kernels, transform)
@@ -236,8 +236,8 @@ def refuse_to_lose(vector_K: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def own_weight(linear: nn.Linear) -> nn.Parameter:
-    """The weight that an optimizer moves, of a layer that holds nothing else; a parametrized one has none, but makes one in
-    every call."""
+    """The weight that an optimizer moves. A layer that holds more is refused, and so is a parametrized one, which makes its
+    weight in every call."""
     weight = linear._parameters.get("weight")
     if not isinstance(weight, nn.Parameter):
         raise InvalidInput("the linear layer holds no weight of its own: remove its parametrization before it is replaced")
@@ -262,7 +262,7 @@ def as_read(x: Tensor) -> Tensor:
 
 
 def input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
-    """What a linear layer was called with, as its hooks are told."""
+    """What a linear layer was called with, from what its hooks are given."""
     return args[0] if args else kwargs["input"]
 
 

@@ -1,5 +1,5 @@
-"""Hooks that are on modules for one step: a copy or a pickle that is made meanwhile, as an average of weights or a checkpoint
-is, shall neither tell of its calls nor hold what was seen."""
+"""Hooks that are on modules for one step: a copy or a pickle made meanwhile, for an average of weights or a checkpoint, shall
+neither report its calls nor hold what was seen."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ class PassingHook:
     def __call__(self, *args: Any) -> None:
         self._hook(*args)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # which copies are made by, too
+    def __reduce__(self) -> tuple[Any, ...]:  # copies are made by it too
         return _nothing, ()
 
 

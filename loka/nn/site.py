@@ -47,8 +47,8 @@ def run_site(
 
 
 def refuse_transforms() -> None:
-    """Call it in front of a Function of ours. Inside a transform torch itself says how to write another, or, compiled, takes it
-    for one without gradients."""
+    """To be called before a Function of ours. Inside a transform torch would only say how to write the Function differently,
+    or, compiled, take it for one without gradients."""
     if torch._C._are_functorch_transforms_active():
         raise InvalidInput(
             "8-bit layers have no derivatives by transforms of torch.func (grad, jacrev and the like): differentiate by "
@@ -76,7 +76,7 @@ def refuse_unseen_derivatives(*tensors: Tensor | None) -> None:
 def _learns_outside_of_vmap(tensor: Tensor) -> bool:
     """Inside a vmap a tensor says that it needs no gradient, whatever it is a batch of."""
     if torch.compiler.is_compiling():
-        return torch._C._functorch.is_batchedtensor(tensor)  # what is raised for it leads back to an eager call, which knows
+        return torch._C._functorch.is_batchedtensor(tensor)  # the error then raised leads back to an eager call, which knows
     is_batched = False
     while torch._C._functorch.is_batchedtensor(tensor):
         tensor, is_batched = torch._C._functorch.get_unwrapped(tensor), True

@@ -10,7 +10,7 @@ from loka.nn.weight_casts import CAST_OF, HELD
 
 _OWN = "_own_names"  # on a stand-in, the names of the attributes that it has by itself
 _COMPILED = "_compiled_call_impl"  # made by ``module.compile()``: it would go on with the module that it was made of
-_NOT_TAKEN = (CAST_OF, HELD, _OWN, _COMPILED)  # the first three it may get later by itself
+_NOT_TAKEN = (CAST_OF, HELD, _OWN, _COMPILED)  # the first three a stand-in may get later by itself
 
 
 def why_not_stood_in_for(module: nn.Module, own: tuple[str, ...] = ("weight", "bias")) -> str | None:
@@ -23,12 +23,12 @@ def why_not_stood_in_for(module: nn.Module, own: tuple[str, ...] = ("weight", "b
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """In its place, by ``module.compile()``."""
+    """Whether it was compiled in place, by ``module.compile()``."""
     return vars(module).get(_COMPILED) is not None
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """But for those that copies have in place of a Probe's or a Guard's, which do nothing."""
+    """Whether it has hooks, other than those that do nothing: copies have these in place of a Probe's or a Guard's."""
     tables = (table for name, table in vars(module).items() if name.endswith("hooks") and isinstance(table, dict))
     return any(hook is not nothing for table in tables for hook in table.values())
 
@@ -50,7 +50,7 @@ def take_over(old: nn.Module, new: nn.Module) -> None:
 
 
 def give_back_attributes(stand_in: nn.Module, original: nn.Module) -> None:
-    """Put what users have put on ``stand_in`` on the module in whose place it was, as it is now."""
+    """Give what users have put on ``stand_in``, as it is now, to the module whose place that took."""
     now = users_attributes(stand_in)
     for name in users_attributes(original):
         if name not in now:
@@ -68,7 +68,7 @@ def is_stand_in(module: nn.Module) -> bool:
 
 
 def users_attributes(module: nn.Module) -> dict[str, Any]:
-    """What users put on a module, by name; parameters, buffers and submodules are not among it. A forward put on a user's own
-    module is not either: such a module is left alone."""
+    """What users put on a module, by name; parameters, buffers and submodules are not among it. Nor is a forward put on a
+    user's own module: such a module is left alone."""
     own = vars(module).get(_OWN, (*vars(nn.Module()), *getattr(module, "__constants__", ()), "forward"))
     return {name: value for name, value in vars(module).items() if name not in own and name not in _NOT_TAKEN}

@@ -1,8 +1,8 @@
 """Keeping the 8-bit copies of weights current.
 
-A weight is cast once a step, not once a call. Its copies are refreshed after every optimizer step that moved it, after
-``load_state_dict``, after ``.to()``, and by ``refresh``. Eager calls also see by its version, and by where it lies, that
-somebody else has written it, as an average of weights is; but the version does not move under ``.data`` writes, and cannot be
+A weight is cast once a step, not once a call. Its copies are refreshed after every step of an optimizer that holds it, after
+``load_state_dict``, after ``.to()``, and by ``refresh``. Eager calls also see, by its version and its address, that something
+else has written it, as an average of weights is written; but the version does not move under ``.data`` writes, and cannot be
 read in a compiled graph. A tensor that stands in the weight's place for a call, as ``functional_call`` puts it there, is cast
 for that call alone.
 """
@@ -45,7 +45,7 @@ class _CastOf(NamedTuple):
     weight: Tensor  # itself, for its address may be another's later; not by weakref, with which it could not be swapped
     mark: tuple[int, int]
     shape: torch.Size  # as it was then: data of another may have been put into it
-    in_step: bool = False  # by the optimizer itself, whose step is not over
+    in_step: bool = False  # cast by the optimizer itself, whose step is not over
 
 
 class _Rewrite(NamedTuple):
@@ -55,7 +55,7 @@ class _Rewrite(NamedTuple):
 
 class _Held(nn.Module):
     """What a stand-in holds beside its parameters: in buffers, which compiled graphs know to stay where they are, but not in
-    the model's own. Averages of models go through those of both one by one, and DistributedDataParallel sends them."""
+    the model's own buffers. Averages of models pair those one by one, and DistributedDataParallel sends them."""
 
 
 _rewrites: weakref.WeakKeyDictionary[nn.Module, _Rewrite] = weakref.WeakKeyDictionary()  # not in the modules: they are pickled
@@ -99,8 +99,8 @@ def refresh(model: nn.Module) -> None:
 
 
 def holders_behind_steps(model: nn.Module, *, in_step: Callable[[Tensor], bool]) -> list[HoldsWeightCasts]:
-    """Those whose ``recast_after_step`` an optimizer's step is followed by, for whoever times a step without one: all but those
-    whose weights are cast ``in_step``, which is done for no weight of two modules."""
+    """The holders whose ``recast_after_step`` an optimizer's step would be followed by, for timing a step without an optimizer:
+    all but those whose weights are cast ``in_step``, which is never done for a weight that two modules hold."""
     alone = only_holders()
 
     def is_made_in_step(holder: HoldsWeightCasts) -> bool:
@@ -111,8 +111,8 @@ def holders_behind_steps(model: nn.Module, *, in_step: Callable[[Tensor], bool])
 
 
 def holds_current_casts(holder: Any) -> bool:
-    """Whether the casts that are held are of the weight as it is; made again first if it was written, of which compiled calls
-    know nothing. No other tensor in its place is cast into them: a backward pass may still need them."""
+    """Whether the casts held are of the weight as it is. If it was written, which compiled calls cannot see, they are made
+    again first; but never of another tensor in its place: a backward pass may still need them."""
     known: _CastOf = holder.__dict__[CAST_OF]
     weight = holder.weight
     if known.weight is not weight:
@@ -123,7 +123,7 @@ def holds_current_casts(holder: Any) -> bool:
 
 
 def _mark_of(weight: Tensor) -> tuple[int, int]:
-    """What is another where a weight was written, or another put in its place. Tensors of other kinds may lie nowhere."""
+    """It differs once a weight was written, or another was put in its place. Tensors of other kinds may have no address."""
     place = weight.data_ptr() if type(weight) in (Tensor, nn.Parameter) else id(weight)
     return place, 0 if weight.is_inference() else weight._version
 
@@ -135,7 +135,7 @@ def _note_cast_of(module: nn.Module, *, in_step: bool = False) -> None:
 
 
 def only_holders() -> dict[int, HoldsWeightCasts]:
-    """Who holds the casts of a weight, by the weight's id, where it is one module alone."""
+    """The id of a weight → the module that holds its casts, where that is one alone."""
     holders: dict[int, list[HoldsWeightCasts]] = {}
     for holder in list(_holders):
         holders.setdefault(id(holder._parameters.get("weight")), []).append(holder)  # not .weight, as in _after_step
@@ -175,11 +175,11 @@ def move_held(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 @torch.no_grad()
 def store_casts(module: nn.Module, casts: Mapping[str, Tensor]) -> None:
-    """Hold ``casts``. One that is there is written in place: captured graphs see the new values. On the CPU, where that can be
-    asked at once, casts that came out as they were are not written: a backward pass to come may read them, and what a kernel
-    has packed of them is found by their versions."""
+    """Hold ``casts``. Those that are there are written in place: captured graphs see the new values. On the CPU, where
+    comparing waits for nothing, casts that all came out as they were are not written: a backward pass to come may read them,
+    and what a kernel has packed of them is found by their versions."""
     there, weight = held(module), module.weight
-    shared = isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.is_shared()  # and what is made of it
+    shared = isinstance(weight, Tensor) and weight.device.type == "cpu" and weight.is_shared()  # so are its casts, then
     casts = {_CASTS + name: cast.share_memory_() if shared else cast for name, cast in casts.items()}
     # In shared memory another process may have written both weight and casts, and not the versions that this one goes by.
     if shared or not all(name in there and _is_same_on_cpu(there[name], cast) for name, cast in casts.items()):
@@ -208,7 +208,7 @@ def _kind_of(cast: Tensor) -> tuple[object, ...]:
 
 
 def holds_casts_of(module: nn.Module, weight: Tensor) -> bool:
-    """Whether casts are held where ``weight`` lies, and of its shape: somebody may have moved its data, or put other there."""
+    """Whether casts are held on ``weight``'s device, and of its shape: its data may have been moved, or others put there."""
     casts = _held_casts(module)
     if not casts or any(cast.device != weight.device for cast in casts):
         return False
@@ -222,11 +222,11 @@ def _held_casts(module: nn.Module) -> list[Tensor]:
 def rewrite_casts(
     module: nn.Module, weight: Tensor, prepare: Callable[[], Callable[[], None]], adam: AdamStep | None = None
 ) -> None:
-    """Write the casts of ``weight`` again where they lie, by what ``prepare`` made when all of it lay where it lies now; and
-    the weight itself, where that makes the step of ``adam``."""
+    """Write the casts of ``weight`` again where they lie; with ``adam``, the weight itself too, by that step. It is done by
+    what ``prepare`` makes, which is kept as long as everything lies where it did."""
     place = (weight.shape, weight.stride(), *(tensor.data_ptr() for tensor in (weight, *_held_casts(module))))
     place += () if adam is None else adam.places()
-    capturing = is_capturing(weight.device)  # the graph outlives what is known here, and with it the memory of its launches
+    capturing = is_capturing(weight.device)  # a graph may outlive what is kept here, and then so must its launches' memory
     known = None if capturing else _rewrites.get(module)
     if known is None or known.place != place:
         known = _Rewrite(place, prepare())
@@ -234,7 +234,7 @@ def rewrite_casts(
             _rewrites[module] = known
     before = _mark_of(weight)
     known.run()
-    if adam is not None and before == _mark_of(weight):  # made for another tensor that lay here, which counts by itself
+    if adam is not None and before == _mark_of(weight):  # prepared with another tensor that lay here, whose version moved
         torch.autograd.graph.increment_version(weight)
     _note_cast_of(module, in_step=adam is not None)
 
@@ -275,7 +275,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for holder in list(_holders):
         if id(holder._parameters.get("weight")) in moved:  # not .weight: parametrized since, it would be made, and may draw
             known: _CastOf | None = vars(holder).get(CAST_OF)
-            stepped = holder.weight.grad is not None  # else it is of a step that failed behind it
+            stepped = holder.weight.grad is not None  # else ``in_step`` is left over from a step that failed later on
             if known is not None and known.in_step and stepped and known.mark == _mark_of(holder.weight):
                 vars(holder)[CAST_OF] = known._replace(in_step=False)
                 continue
@@ -287,14 +287,14 @@ def _versions_kept_if_unmoved(holder: Any) -> AbstractContextManager[None]:
     """Within it, autograd does not notice that the casts of a weight are written again, if its optimizer has not moved it.
 
     An optimizer skips what has no gradient. The casts of such a weight come out as they were, and a backward pass that is still
-    to come may read them. (Not casting them at all would miss writes to ``.data``.) But values of a block's transpose that are
-    too small for e4m3's normal numbers were rounded once by a step of ``loka.AdamW``, and are twice by a cast."""
+    to come may read them. (Not casting them at all would miss writes to ``.data``.) Only values of a block's transpose that are
+    too small for e4m3's normal numbers may differ: a step of ``loka.AdamW`` rounds them once, a cast twice."""
     return nullcontext() if holder.weight.grad is not None else versions_kept_if_unwritten(holder)
 
 
 def versions_kept_if_unwritten(holder: Any) -> AbstractContextManager[None]:
-    """The same, if nobody is known to have written it: ``model.to(device)`` of a model that lies there casts it again too. On
-    the CPU ``store_casts`` knows better, and by versions a kernel knows what it must pack again."""
+    """The same, if the weight is not known to have been written: ``model.to(device)`` of a model that lies there casts it again
+    too. On a GPU only: on the CPU ``store_casts`` compares, and by versions a kernel knows what it must pack again."""
     known: _CastOf | None = vars(holder).get(CAST_OF)
     weight = holder._parameters.get("weight")
     if known is None or weight is None or known.weight is not weight or known.mark != _mark_of(weight) or not weight.is_cuda:

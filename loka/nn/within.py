@@ -14,8 +14,8 @@ _NOT_THEIRS = ("builtins", "collections", "functools", "torch", "types")
 
 def within(value: object, depth: int, *, objects: bool = False) -> Iterator[object]:
     """``value``, and what it holds down to ``depth``: items of collections, and with ``objects`` the fields of dataclasses, the
-    attributes of objects whose class is neither Python's nor torch's, what a partial is given, whose a bound method is, and
-    what a function closes over or has for defaults. Tensors and modules are not looked into."""
+    attributes of objects whose class is neither Python's nor torch's, a partial's function and arguments, a bound method's
+    object, and what a function closes over or has for defaults. Tensors and modules are not looked into."""
     yield value
     if depth:
         for part in _parts_of(value, objects):

@@ -28,7 +28,7 @@ def choose_blocks(sites: Mapping[str, Ways], min_speedup: float) -> dict[str, tu
         if ways.producer in sites:
             consumers.setdefault(ways.producer, []).append(name)
     front_to_back = [name for name, ways in sites.items() if ways.producer not in sites]
-    for name in front_to_back:  # which grows on the way
+    for name in front_to_back:  # the list grows while it is walked
         front_to_back += consumers.get(name, ())
     best: dict[tuple[str, bool], tuple[float, Way]] = {}  # the most that a site and all behind it can save, and how, by ``fed``
 

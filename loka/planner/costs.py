@@ -1,10 +1,10 @@
 """What a site costs in a step for any choice of kernels: its distinct casts and its GEMMs, over all M it is called with.
 
 A cast that several roles read is paid once; where the forms asked for were not timed together, their single times are added.
-The weight is cast once a step in training, not once a call, and never in serving; where its optimizer makes just these casts
-as it steps it, which it does for no site with a transform, they cost what they add to the step. An M that was not measured
-costs what the nearest measured one above it does. One that the baseline was timed at and a kernel was not, the kernel cannot
-take: there the site runs, and costs, as in high precision.
+The weight is cast once a step in training, not once a call, and never in serving. Where its optimizer makes just these casts in
+the pass that steps it (for a site with a transform it never does), they cost what they add to the step. An M that was not
+measured costs what the nearest measured one above it does. At an M where the baseline was timed and a kernel was not, the
+kernel cannot run: there the site runs, and costs, as in high precision.
 """
 
 import math
@@ -95,7 +95,7 @@ class SiteCosts:
         return sum(count * candidate.gemm_us.get(m, 0.0) for m, count in self.calls.items())
 
     def is_nowhere_slower(self, one: Candidate, other: Candidate) -> bool:
-        """At the M that are seen, all of which both take or neither."""
+        """Of two that take the same M: whether ``one``'s GEMM is nowhere slower than ``other``'s."""
         return all(one.gemm_us[m] <= other.gemm_us[m] for m in self.calls if m in other.gemm_us)
 
     def _takes(self, kernels: dict[Role, Candidate], *rows: int) -> bool:
@@ -112,7 +112,7 @@ class SiteCosts:
             return 0.0
         forms = dict(_forms(kernels)).get(TensorName.W, ())
         times = self._made_in_step(kernels, forms) or self._cast_times(TensorName.W, forms)
-        return statistics.median(times.values()) if times else 0.0  # M says nothing about a weight
+        return statistics.median(times.values()) if times else 0.0  # a weight's cast does not depend on M
 
     def _cast_times(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
         """The time to cast ``tensor`` into all ``forms`` by M; None where a form that costs something was not timed."""
@@ -126,7 +126,7 @@ class SiteCosts:
         return self._one_by_one(tensor, forms)
 
     def _made_in_step(self, kernels: dict[Role, Candidate], forms: tuple[str, ...]) -> Times | None:
-        """Of a weight whose 8-bit casts are made in the step that moves it; a copy in high precision never is."""
+        """The times where the step that moves the weight makes its 8-bit casts; a copy in high precision is always apart."""
         held = tuple(form for form in forms if form.removesuffix("ᵀ") not in HIGH_PRECISION)
         if held not in self._in_step or any(candidate.transform is not Transform.NONE for candidate in kernels.values()):
             return None
@@ -138,7 +138,7 @@ class SiteCosts:
         if any(times is None for times in singles):
             return None
         known = [times for times in singles if times is not None]
-        if tensor is TensorName.W:  # M says nothing about a weight, and one form may have been timed at other M than another
+        if tensor is TensorName.W:  # its casts do not depend on M, and forms may have been timed at different M
             return {0: sum(statistics.median(times.values()) for times in known if times)}
         shared = set.intersection(*(set(times) for times in known))
         return {m: sum(times[m] for times in known) for m in shared}

@@ -14,12 +14,13 @@ from loka.core.survey import GATE, BlockCandidate, Candidate
 
 MAX_ERROR = 0.2
 MIN_SPEEDUP = 1.05
-# What an output ruled by a few large values does not show. A floating format reaches over 15 binades and more: values of x that
-# it turns into zeros are a distribution it does not hold, and of dy they are examples from which nothing in front of the site
-# learns. wgrad sums over examples, the largest of which rule its error. INT8 rounds its smallest to zero as a matter of course.
+# What the error of an output ruled by a few large values does not show. A floating format reaches over 15 binades and more:
+# where it turns values of x into zeros it does not hold their distribution, and where it does so with dy, nothing in front of
+# the site learns from those examples. wgrad is exempt: it sums over examples, and the largest rule its error. So is INT8, which
+# rounds the smallest values to zero as a matter of course.
 MAX_SILENCED = 0.05  # of x's features
-MAX_MISREAD = 0.05  # of the input's, the gradient's or the weight's, where one scale is for all of them
-MAX_FLUSHED = 0.02  # of the values that casts to FP8 lose for fprop or dgrad; a healthy site loses none
+MAX_MISREAD = 0.05  # of the features of a block's input, gradient or weight, in casts with one scale for all
+MAX_FLUSHED = 0.02  # of the values, by casts to FP8 for fprop or dgrad; a healthy site loses none
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def why_deaf(candidate: Candidate | BlockCandidate, goal: Goal) -> str | None:
 
 
 def why_biased(candidate: Candidate) -> str | None:
-    """Why a gradient of weights may not be summed so: over the steps of training errors of rounding cancel, a bias adds up."""
+    """Why a weight's gradient may not be summed this way: over the steps of training rounding cancels, but a bias adds up."""
     if candidate.role is Role.WGRAD and candidate.recipe.endswith(f" {Accumulation.FAST}"):
         return "sums a batch in the tensor core's own 14 bits and cuts off the rest: a bias, which adds up over steps"
     return None

@@ -41,7 +41,7 @@ class BlockOption:
     time_us: float
     cast_us: float
     baseline_us: float
-    epilogue_us: float | None  # of norm and activation where the site is no block; None where not timed, and beside an entry
+    epilogue_us: float | None  # of norm and activation where the site is no block; None where not timed, or with an entry
     entry: str | None = None  # the norm in front of it, if it runs that too; then there is nothing to cast
 
     @property
@@ -73,7 +73,7 @@ def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list
 
 def fastest_of_alike(costs: SiteCosts, qualified: ByRole) -> tuple[ByRole, list[Refusal]]:
     """Of candidates that read the same casts at the same M, one whose GEMM is nowhere faster than another's cannot be in the
-    best triple. (One that is faster at some M can: other roles may take no more than those.)"""
+    best triple. (One that is faster at some M can be: other roles may take those alone.)"""
     leaders: ByRole = {}
     refused = []
     for role, candidates in qualified.items():
@@ -123,7 +123,7 @@ def _triples(costs: SiteCosts, qualified: ByRole) -> Iterator[Kernels]:
 
 
 def _fits(candidate: Candidate, transform: Transform) -> bool:
-    """A transform is the site's. What it does not touch stays: high precision, and dgrad where x alone is centered."""
+    """A site has one transform. What it does not touch fits as it is: high precision, and dgrad where x alone is centered."""
     untouched = candidate.recipe in HIGH_PRECISION or (transform is Transform.CENTER and candidate.role is Role.DGRAD)
     return candidate.transform is transform or (untouched and candidate.transform is Transform.NONE)
 
@@ -144,7 +144,8 @@ def block_options(site: SiteSurvey, limits: Limits) -> tuple[list[BlockOption], 
 
 
 def _roles_of(block: BlockCandidate, goal: Goal) -> tuple[Role, ...]:
-    """Those whose errors count: in training all, but for a gradient that nobody asks for; one of them is asked for."""
+    """The roles whose errors count: in training all but a gradient that nobody asks for. Without either gradient all count, so
+    that the block is refused."""
     asked = tuple(role for role in ROLES[goal] if role in block.error)
     return asked if len(asked) > 1 else ROLES[goal]
 

@@ -23,9 +23,9 @@ def make_plan(
     """Choose kernels for every site and block in ``survey``.
 
     A site leaves high precision only for kernels whose error (``mere_floored``, the upper end of its confidence interval) is
-    within ``max_error``, one number or one a role, that do not flush whole features of x to zero, nor many values, and that
-    make it at least ``min_speedup`` times as fast, casts included; the fastest such choice wins. Prediction heads stay, and
-    what ``keep`` names: sites, modules around them, or patterns. docs/plan.md has every rule.
+    within ``max_error`` (one number, or one for each role), which flush neither whole features of x nor many values to zero,
+    and which make it at least ``min_speedup`` times as fast, casts included; the fastest such choice wins. Prediction heads
+    stay, and so does what ``keep`` names: sites, modules around them, or patterns. docs/plan.md has every rule.
     Every choice and every refusal carries its reason. The same survey and limits give the same plan.
     """
     require_kind(survey, Survey, "the survey", "load it with loka.Survey.load(run)")

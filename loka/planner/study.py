@@ -20,7 +20,7 @@ from loka.planner.options import (
     qualified_candidates,
 )
 
-QUIETER = 0.5  # the noise of an fprop that is worth changing to, beside the noise there was
+QUIETER = 0.5  # of the noise there was: no more may be left in an fprop that is worth changing to
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Study:
 
     @property
     def saved_us(self) -> float:
-        """By its fastest triple. Beside a block both are taken from the block's baseline, norm and activation included: it was
-        compiled as a whole, and parts of it that are timed apart add up to more."""
+        """What its fastest triple saves in a step. Where the site may be a block, that is taken from the block's baseline, norm
+        and activation included, as the block's is: it was compiled as a whole, and its parts timed apart add up to more."""
         if self.stays or self.option is None:
             return 0.0
         saved_us = _beside_a_block(self.blocks, self.option)
@@ -79,8 +79,8 @@ def _us(time_us: float) -> str:
 
 
 def finer_forwards(study: Study, noise: float, limits: Limits) -> tuple[SiteOption, ...]:
-    """For a site whose fprop has ``noise``: the fastest with half of it, where that is faster than the fastest with an exact
-    fprop; and that one. Each is worth it by itself."""
+    """For a site whose fprop has ``noise``: the fastest option with at most half of it, if that beats the fastest with an exact
+    fprop; then the latter. Each only if it is worth it by itself."""
     plain = {role: [c for c in candidates if c.transform is Transform.NONE] for role, candidates in study.qualified.items()}
     quiet = [c for c in plain[Role.FPROP] if c.error[GATE].mean <= QUIETER * noise]
     found: list[SiteOption] = []

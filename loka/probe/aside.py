@@ -12,21 +12,21 @@ from loka.numerics.float32_products import float32_products
 
 @contextmanager
 def exactly(device: torch.device) -> Iterator[None]:
-    """No gradients, and no inference mode either: what is made in that may not be changed outside of it. Matrix products of
-    FP32 tensors on ``device`` are FP32, neither TF32 nor by autocast, whatever the training around them uses."""
+    """No gradients, and no inference mode either: tensors made in that may not be changed outside of it. Matrix products of
+    FP32 tensors on ``device`` are FP32, neither TF32 nor autocast, whatever the training around them uses."""
     with torch.inference_mode(False), torch.no_grad(), float32_products("highest"), torch.autocast(device.type, enabled=False):
         yield
 
 
 class Aside:
-    """Many small kernels, which would stand between the kernels of two steps, run beside them, in what these leave idle."""
+    """Runs many small kernels, which would delay the next step, beside the training's own, in what those leave idle."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def follow(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Work from now on comes behind all that was launched so far; until it is done ``tensors`` keep their memory."""
+        """Work from now on runs after all that was launched so far; ``tensors`` keep their memory until it is done."""
         if self._stream is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -40,7 +40,7 @@ class Aside:
 
 
 class Answer:
-    """A truth value that a GPU is still to find out, as a tensor there: to be read when it is done with all before it."""
+    """A truth value that a GPU may still have to find out: it can be read once the GPU is done with all before it."""
 
     def __init__(self, value: Tensor) -> None:
         self._value, self._found = value, None

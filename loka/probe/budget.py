@@ -9,7 +9,7 @@ from loka.core.errors import InvalidInput
 from loka.core.marginals import LEVELS
 from loka.core.moments import Covariance, covariance_elements
 
-WIDEST = 4096  # features of x and dy whose covariance is kept whole: wider ones took a GPU as long as all else that is learned
+WIDEST = 4096  # features of x and dy, past which no covariance is whole: those took a GPU as long as all else that is learned
 _BYTES = 4
 _FORMS = tuple(Covariance)
 
@@ -30,10 +30,10 @@ class Memory:
 
 
 def plan_memory(sites: Mapping[str, nn.Linear], budget: int, *, taken: int = 0) -> Memory:
-    """Full covariances but of the widest sites, as far as the budget goes: while it is exceeded, the largest site falls back to
-    a smaller form.
+    """Full covariances, except of sites wider than WIDEST; while the budget is exceeded, the largest site falls back to a
+    smaller form.
 
-    ``taken`` bytes of the budget are not for covariances.
+    ``taken`` bytes of the budget are spent on other things already.
     """
     forms = {name: Covariance.FULL if _features(site) <= WIDEST else Covariance.BLOCKS for name, site in sites.items()}
     sizes = {name: _site_bytes(site, forms[name]) for name, site in sites.items()}

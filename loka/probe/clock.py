@@ -23,7 +23,7 @@ class StepClock:
     def timed(self) -> Iterator[None]:
         if self._device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(torch.cuda.current_stream(self._device))  # which need not be the current device's
+            begin.record(torch.cuda.current_stream(self._device))  # of ours, which need not be the current device
             yield
             end.record(torch.cuda.current_stream(self._device))
             self._events.append((begin, end))

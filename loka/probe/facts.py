@@ -40,7 +40,7 @@ def blocks_of(model: nn.Module, seen: Run, example: Example | None) -> FoundBloc
 
 
 def producers_of(found: FoundBlocks) -> Mapping[str, str]:
-    """Site → the site whose block is read by it alone, with nothing in between, as often as it is called."""
+    """Site → the site whose block it alone reads, with nothing in between; both are called equally often."""
     producers: dict[str, list[str]] = {}
     for block in found:
         if block.is_whole and len(block.consumers) == 1:
@@ -51,7 +51,7 @@ def producers_of(found: FoundBlocks) -> Mapping[str, str]:
 
 
 def cast_in_steps(sites: Mapping[str, nn.Linear]) -> set[str]:
-    """Those whose weights their optimizer casts as it steps them, which it does for no weight of two sites."""
+    """The sites whose weight its optimizer casts in the pass that steps it, which it never does for a weight of two sites."""
     weights = {name: site._parameters.get("weight") for name, site in sites.items()}
     readers = Counter(map(id, weights.values()))
     return {
@@ -60,8 +60,8 @@ def cast_in_steps(sites: Mapping[str, nn.Linear]) -> set[str]:
 
 
 def merged(flows: Sequence[FoundBlocks]) -> FoundBlocks:
-    """What holds in every run of a model that does not do the same for every batch: a site has a norm, an activation or one
-    reader where it has it in all runs that call it. A norm or an activation that runs elsewhere too is behind no site."""
+    """What holds in every run of a model that branches: a site has a norm, an activation or a single reader only if it has the
+    same one in all runs that call it. A norm or an activation that runs elsewhere too is behind no site."""
     by_site = [{block.site: block for block in flow} for flow in flows]
     blocks = [reduce(_both, [known[site] for known in by_site if site in known]) for site in by_site[0]]
     followers = Counter(module for block in blocks for module in _modules_behind(block))
@@ -102,13 +102,13 @@ def _modules_behind(block: Block) -> list[str]:
 
 
 def _alone(block: Block) -> Block:
-    """The site by itself: what follows is another thing at another time, so that nobody knows who reads it."""
+    """The site by itself: what follows is not always the same, so who reads its output is unknown."""
     return replace(block, norm=None, activation=None, consumers=(*block.consumers, Consumer(Kind.UNKNOWN, UNKNOWN_READER)))
 
 
 def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_torch: bool, was_run: bool) -> str | None:
-    """Why nothing can stand in for the layer, or should: a head would stay, so what may be one does too. Inside a module of
-    torch's own nothing is a head."""
+    """Why nothing can stand in for the layer, or should: heads stay in high precision, so what may be one does too. Inside a
+    module of torch's own nothing is a head."""
     if not isinstance(module, LokaLinear) and (reason := why_not_swapped(module)):
         return reason
     is_unknown = block.is_head is None and block.calls != 0

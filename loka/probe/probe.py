@@ -40,25 +40,28 @@ logger = logging.getLogger("loka")
 
 MOST_FLOWS = 8  # each takes one forward pass more
 BASELINES = frozenset({torch.float32, torch.bfloat16})  # dtypes that kernels are compared with
-SPREAD = 4  # a sample is learned within one in so many of the steps before the next
+SPREAD = 4  # a sample is learned within the first 1/SPREAD of the steps before the next
 
 
 class Probe:
     """Watches ``model`` on every ``every``-th step and learns from ``rows`` rows of each call of each linear layer.
 
     Put ``with probe.step():`` around the training step. A sampled step runs eager with hooks attached; the steps between
-    run as without a Probe: compiled graphs stay. What a sample showed is learned a few sites at a time behind the steps that
-    follow, where the host has time, and on a GPU in a stream of its own. The host waits for the device behind the first sample,
+    run as without a Probe: compiled graphs stay. Once the device is done with a sample, it is learned a few sites at a time
+    after each of the steps that follow, on a GPU in a stream of its own. The host waits for the device after the first sample,
     where values were NaN or infinite, at sites whose covariance is kept as low-rank, for layers that are also called without a
-    gradient, and with ``weights_over_time``. Covariances take at most ``memory_budget`` bytes, of which ``memory`` tells how
-    many and in what form, and rows that wait to be learned a few MiB a site; ``seed`` is that of the rows' choice.
+    gradient, and with ``weights_over_time``.
+
+    What is learned takes at most ``memory_budget`` bytes; ``memory`` says how many, and in which form each site's covariance is
+    kept. Rows that wait to be learned take a few MiB a site. ``seed`` decides which rows are chosen.
 
     Older samples fade with ``half_life`` (in samples), so that the Record speaks of the model as it is now; None keeps all
-    alike. With ``weights_over_time`` it also learns how the weights move, which the weight in the Record, the newest, does
-    not tell. Behind the first sample the model's forward is run once more, without gradients, to see who reads what: on the
-    batch of that sample, or on ``example``, its arguments in a tuple or by name in a dict, for a model that is trained by
-    other ways than its forward. So it is behind samples that called other layers than those before, as branches by domain do,
-    and for each such call of the model in one sample.
+    alike. With ``weights_over_time`` it also learns how weights move: the Record's own weight is the newest alone.
+
+    After the first sample the model's forward is run once more, without gradients, to see who reads what: on that sample's
+    batch, or, for a model that is trained past its forward, on ``example``, forward's arguments in a tuple, or by name in a
+    dict. The same is done for each later call of the model that went through other layers than any before, as branches by
+    domain do.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Probe:
         if half_life is not None and not half_life > 0:
             raise InvalidInput(f"half_life must be above 0 samples, or None to forget nothing, got {half_life}")
         if example is not None:
-            arguments_of(example)  # or it would be told behind the first step
+            arguments_of(example)  # else a wrong one would be refused only after the first step
         self._example = example
         self.every = every
         self.steps_seen = 0
@@ -143,7 +146,7 @@ class Probe:
         return _with_findings(self._taken())
 
     def save(self, run: str | Path) -> "Future[Path]":
-        """Take the Record now, and look through and write it beside the training: ``.result()`` waits and gives the file."""
+        """Take the Record now; look for findings and write it beside the training. ``.result()`` waits and gives the path."""
         taken = self._taken()
         written = self._writer.submit(lambda: _with_findings(taken).save(run))
         written.add_done_callback(lambda done: _tell_failure(done, run))
@@ -154,7 +157,7 @@ class Probe:
         self._learn_all()
         self._detached = True
         self._writer.shutdown()
-        self._writer = _writer()  # for a Record that is saved yet; it has no thread before
+        self._writer = _writer()  # for a Record that is still to be saved; it has no thread until then
 
     def _require_same_sites(self) -> None:
         now = dict(self._model.named_modules())
@@ -205,7 +208,7 @@ class Probe:
         )
 
     def _take(self, seen: Watch) -> None:
-        """Keep what a step showed, to be learned later; at once what is first seen, and what a device must be waited for."""
+        """Keep what a step showed, to be learned later; at once a site's first sample, and what must wait for the device."""
         dtypes = self._dtypes | {name: calls[-1].dtype for name in self._sites if (calls := seen.trained_calls(name))}
         _require_baseline(dtypes)
         self._dtypes = dtypes
@@ -234,8 +237,8 @@ class Probe:
         self._learn(sum(not site.may_wait for site, _ in looked))
 
     def _look_who_reads_what(self, seen: Watch) -> None:
-        """Behind the first step, and behind one that called other sites than those before it, in one call of the model or in
-        several: models branch, by domain, task or tower."""
+        """Find the blocks after the first sample, and again for each call of the model that went through other sites than those
+        before it: models branch, by domain, task or tower."""
         for run in seen.runs_through_sites():
             called = frozenset(run.called)
             if not called or called in self._flows or len(self._found) == MOST_FLOWS:
@@ -272,7 +275,7 @@ class Probe:
         return self._learning[name].record(name, block, producer, self._samples, more, notes)
 
     def _dtype(self) -> torch.dtype:
-        """What most of the weights that were multiplied were multiplied in, of what kernels can be compared with."""
+        """The dtype that most weights were multiplied in, among those that kernels can be compared with."""
         weights: Counter[torch.dtype] = Counter()
         for name, dtype in (self._dtypes or {name: weight_of(site).dtype for name, site in self._sites.items()}).items():
             if dtype in BASELINES:
@@ -303,7 +306,7 @@ def _all_finite(seen: Watch) -> Tensor:
 
 
 def _tell_failure(written: "Future[Path]", run: str | Path) -> None:
-    """Whoever waits for the file is told by ``result``; others would not hear of it."""
+    """``result`` raises for those who wait for the file; others would not hear of it."""
     if (failure := written.exception()) is not None:
         logger.warning("the Record could not be written to %s: %s: %s", run, type(failure).__name__, failure)
 

@@ -36,7 +36,7 @@ class SiteLearning:
         self._samples = 0  # in the statistics
         self._reference_N: Tensor | None = None  # of dy's direction
         self._trains = self._needs_dx = False
-        self._calls: dict[int, int] = {}  # by their rows
+        self._calls: dict[int, int] = {}  # how many, by their rows
         self._bias_norms = History()
         self._wgrad_errors = WgradHistory()
         self._notes: dict[str, None] = {}
@@ -48,8 +48,8 @@ class SiteLearning:
 
     @property
     def features_to_look_at(self) -> int:
-        """How many, at most, where errors of 8 bits are due at the next sample, and else 0; at one that is the first with
-        gradients they always are."""
+        """How many features to look at closely in the next sample, at most; 0 where errors of 8 bits are not due. Until the
+        first sample with gradients they always are."""
         every = self._wgrad_errors.every if weight_learns(self._module) else LEAST_OFTEN
         return self._wgrad_errors.features if not self._trains or self._samples % every == 0 else 0
 
@@ -90,7 +90,7 @@ class SiteLearning:
         return dataclasses.replace(rows, x_RK=x_RK, dy_RN=dy_RN, dw_NK=dw_NK, many=many, x_amax_R1=x_amax_R1)
 
     def _some_of_weight(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Copies, where they will be looked at: the training goes on before."""
+        """Copies of some rows and of the largest magnitude, if due: the weight is trained on before they are looked at."""
         weight_NK, will_be = plain_weight(self._module), not self._trains or is_due("fprop_errors", self._samples)
         if weight_NK is None or not will_be:
             return None, None

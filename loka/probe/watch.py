@@ -1,10 +1,10 @@
 """Watching one step: hooks on every site that take some rows of x and, when the gradient arrives, the same rows of dy.
 
-Of tensors in whatever layout: to flatten one that lies transposed would copy all of it. The gradient of the weight comes along
-for nothing, and is made of all rows.
+Rows are taken from tensors in whatever layout: flattening one that lies transposed would copy all of it. The gradient of the
+weight costs nothing more, and is made of all rows.
 
 Axes:  M rows of a call,  R rows taken of them,  K in_features,  N out_features;
-       S more rows, of which only I features of the K are taken, and J of the N (F of either).
+       S more rows, with only I of the K features, and J of the N (F of either).
 """
 
 import functools
@@ -28,12 +28,12 @@ from loka.numerics.wgrad_errors import feature_stride, some_of_gradient
 from loka.probe.weights import plain_weight
 
 MOST_ROWS = 2048  # of a call that are looked at closely;
-STRETCH = 128  # of more, so many lie together as share a scale in blocks
+STRETCH = 128  # where there are more, rows are taken in stretches as long as the blocks that share a scale
 _ORDERED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})  # those that ``aminmax`` takes
 
 
 class Close(NamedTuple):
-    """A tensor looked at closely: a few features of many rows, and the largest magnitude of all."""
+    """A tensor looked at closely: a few features of many rows, and the largest magnitude of all its values."""
 
     values_SF: Tensor
     amax: Tensor
@@ -48,7 +48,7 @@ class Call:
     dtype: torch.dtype  # of the output: what the GEMM ran in
     needs_dx: bool  # whether anything in front of it learns
     dy_RN: Tensor | None = None
-    is_first_backward: bool = True  # through it, of several
+    is_first_backward: bool = True  # of several through this call
     x_close: Close | None = None
     dy_close: Close | None = None
 
@@ -57,15 +57,15 @@ class Call:
 class Run:
     """One call of the model during the step."""
 
-    given: Arguments | None  # None for what was called past its forward
+    given: Arguments | None  # None where sites were called past the model's forward
     autocast: torch.dtype | None = None
     called: set[str] = field(default_factory=set)  # sites
 
 
 @dataclass
 class Watch:
-    """What one step showed: the calls of every site in their order, the gradient of its weight, whole or some of it, and the
-    calls of the model, one for each set of sites that such a call went through."""
+    """What one step showed: the calls of every site in their order, the gradient of its weight, whole or in part, and one call
+    of the model for each set of sites that a call went through."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     dw_NK: dict[str, Tensor] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Watch:
     running: Run | None = None
 
     def runs_through_sites(self) -> list[Run]:
-        """Those of ``runs`` that called a site; where sites were called past the model's forward alone, one of these."""
+        """Those of ``runs`` that called a site; if sites were only called past the model's forward, one Run of all of them."""
         return [run for run in self.runs if run.called] or [Run(None, called=set(self.calls))]
 
     def has_gradients(self) -> bool:
@@ -87,7 +87,7 @@ class Watch:
         return [call for call in calls if call.dy_RN is not None] or calls
 
     def leaves_calls_out(self, site: str) -> bool:
-        """Whether ``trained_calls`` are without some that ran on something else, as behind a stopped gradient."""
+        """Whether ``trained_calls`` leaves out calls that ran on other rows, as behind a stopped gradient."""
         calls = self.calls.get(site, [])
         has_gradient = [call.dy_RN is not None for call in calls]
         if all(has_gradient) or not any(has_gradient):
@@ -108,10 +108,10 @@ def watch(
     with_dw: Collection[str] = (),
     closely: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Watch]:
-    """Hooks on ``model`` while the block runs; behind it there are none.
+    """Hooks on ``model`` while the block runs; after it there are none.
 
-    Calls of equally many rows show the same rows. Of the sites of ``with_dw`` the whole gradient of the weight is asked for;
-    those of ``closely`` are looked at so, by at most as many features.
+    Calls of equally many rows show the same rows. Sites in ``with_dw`` give the whole gradient of their weight; those in
+    ``closely`` are also looked at closely, at no more features than it names.
     """
     seen = Watch()
     take = _Take(rows, generator)
@@ -155,7 +155,7 @@ def _weight_hook(sums: dict[str, Tensor], name: str, part: Callable[[Tensor], Te
 
 def _begin_run(seen: Watch) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = Arguments(*tree_map(lambda leaf: leaf, (args, kwargs)))  # forward may take out of collections
+        given = Arguments(*tree_map(lambda leaf: leaf, (args, kwargs)))  # copied collections: forward may take items out
         device = device_of_sites(module).type
         seen.running = Run(given, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
 
@@ -174,7 +174,7 @@ def _end_run(seen: Watch) -> Any:
 
 
 def _site_hook(seen: Watch, name: str, take: "_Take", features: int) -> Any:
-    """``features`` that are looked at closely, at most; 0 where it is not."""
+    """``features``: how many are looked at closely, at most; 0 for none."""
 
     def hook(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
         x = args[0] if args else kwargs.get("input")
@@ -200,14 +200,14 @@ def largest_magnitude(values: Tensor) -> Tensor:
 
 
 def _ends_in(value: object, features: int) -> TypeGuard[Tensor]:
-    """Not of what ``torch.func`` puts in a tensor's place: its rows are not to be had either."""
+    """Whether ``value`` is a tensor of rows of so many features; what ``torch.func`` puts in a tensor's place has no rows."""
     if not isinstance(value, Tensor) or not has_rows(value) or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return False
     return value.ndim > 0 and value.shape[-1] == features and features > 0
 
 
 def _note_gradient(calls: list[Call], call: Call, dy_RN: Tensor, dy_close: Close | None) -> None:
-    """Of a second backward pass through the same call, as for a second task, another call with the same rows of x."""
+    """A second backward pass through the same call, as for a second task, is noted as another call with the same rows of x."""
     if call.dy_RN is None:
         call.dy_RN, call.dy_close = dy_RN, dy_close
     else:
@@ -237,7 +237,7 @@ class _Take:
 
 
 def _places(rows_R: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
-    """Of rows, an index along each axis of ``shape``. ``torch.unravel_index`` would wait for a GPU."""
+    """The indices of the rows along each axis of ``shape``. ``torch.unravel_index`` would wait for a GPU."""
     along = []
     for size in reversed(shape):
         along.append(rows_R % size)

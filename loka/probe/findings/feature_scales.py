@@ -16,7 +16,7 @@ OF_FEATURES = 0.1
 
 @FINDINGS.register("feature_scales")
 class FeatureScales:
-    """Small features that the weight has learned to listen to, or so many that most of x goes unheard."""
+    """Small features that the weight has learned to listen to, or so many of them that a tenth of x goes unheard."""
 
     def find(self, site: SiteRecord, sites: Mapping[str, SiteRecord]) -> Found | None:
         x_K, w_K = site.rms_K, site.weight_NK.square().mean(0).sqrt()

@@ -9,7 +9,7 @@ from loka.probe.findings.products import mean_and_variance
 
 LEAST_SAMPLES = 8
 GROWTH = 0.1  # of the norm, in the later half of the samples
-STEADY = 0.5  # the later half grows at least by this share of the earlier; one that converges soon does not
+STEADY = 0.5  # the later half's growth, at least, in parts of the earlier's; a bias that converges soon has less
 
 
 @FINDINGS.register("growing_bias")

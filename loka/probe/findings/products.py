@@ -17,5 +17,5 @@ def mean_and_variance(site: SiteRecord, weight_JK: Tensor) -> tuple[Tensor, Tens
 
 
 def rms_of_terms(second_moment_K: Tensor, weight_JK: Tensor) -> float:
-    """Of the sums of an output's terms, were those independent and of mean zero: what the errors of 8-bit casts go by."""
+    """The rms that outputs would have if their terms were independent and of mean zero: errors of 8-bit casts go by that."""
     return float((weight_JK.square() @ second_moment_K).mean().sqrt())

@@ -7,8 +7,8 @@ from loka.probe.findings.contract import FINDINGS, Found
 from loka.probe.statistics.binades import share_below
 
 BINADES = 12
-SHARE = 0.05  # behind a norm a SiLU has a thousandth there
-# By the Mod that replaces them; the tails of the others have none.
+SHARE = 0.05  # a SiLU behind a norm has a thousandth that far below
+# Activation → the Mod that replaces it; None where there is none.
 EXPONENTIAL = {
     "SiLU": "hard_swish",
     "silu": "hard_swish",

@@ -26,9 +26,9 @@ class Rows:
     dw_NK: Tensor | None = None  # and Σ dyᵀx over them, the gradient of the weight; None where it is not this site's alone
     reference_N: Tensor | None = None  # by which dy is split, see loka.core.gradient_rows
     x_amax_R1: Tensor | None = None  # the largest magnitude of x in the call that a row is of
-    weight_JK: Tensor | None = None  # some outputs' rows of the weight behind the step; None where every call makes it anew
+    weight_JK: Tensor | None = None  # some outputs' rows of the weight after the step; None where not due or made in every call
     w_amax: Tensor | None = None  # of all of the weight
-    many: SomeRows | None = None  # more rows, by a few features
+    many: SomeRows | None = None  # more rows, with only a few of their features
     sample: int = 0  # how many samples of the site came before
 
     def tensors(self) -> list[Tensor]:
@@ -66,13 +66,14 @@ def add_sums(old: State, new: State, fade: float) -> State:
     return {name: torch.add(tensor, old[name], alpha=fade) for name, tensor in new.items()}
 
 
-SLOWER = 0.1  # than other statistics, errors on real rows fade: by what drawn ones are wrong changes slowly, and takes samples
+# Errors on real rows fade by ``fade**SLOWER``: what is wrong with drawn rows changes slowly, and takes many samples to see.
+SLOWER = 0.1
 
 STATISTICS: Registry[Observer] = Registry("statistic", "loka.probe.statistics")
 
 
 def is_due(statistic: str, sample: int) -> bool:
-    """Whether it is the statistic's turn at a site's sample, by how many came before."""
+    """Whether it is the statistic's turn at a site's sample; ``sample`` is how many came before."""
     return sample % STATISTICS.get(statistic).every == 0
 
 
