@@ -9,7 +9,7 @@ operands have the contracted axis last, so a role decides which stored tensor is
     wgrad   dw = dyᵀ·x        dyᵀ         xᵀ          N  K  M
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -104,3 +104,9 @@ class GemmProblem:
 def by_frequency(calls: Mapping[int, float]) -> list[int]:
     """The M of a site's ``calls`` in a step, the most frequent first; of equally frequent ones, the largest."""
     return sorted(calls, key=lambda m: (-calls[m], -m))
+
+
+def stand_in(m: int, measured: Iterable[int]) -> int:
+    """The M whose times stand for those of ``m``: the nearest measured one above, else the largest."""
+    ordered = sorted(measured)
+    return next((rows for rows in ordered if rows >= m), ordered[-1])

@@ -123,10 +123,10 @@ class SiteSurvey(Struct, frozen=True):
 
 
 class Ceiling(Struct, frozen=True):
-    """How much of a step LoKA can reach at all (Amdahl): were all sites free, the step would be 1/(1−covered) times as fast."""
+    """How much of a step LoKA can reach at all (Amdahl): were all of it free, the step would be 1/(1−covered) times as fast."""
 
     step_us: float  # of a whole training step, as the Probe saw it
-    sites_us: float  # of the sites' GEMMs in it, by the baseline
+    sites_us: float  # of the sites' GEMMs in it, and of the norms and activations that blocks can take over, by the baseline
     uncovered: tuple[str, ...] = ()  # linear layers, norms and activations that are function calls, and attention
 
     @property

@@ -19,7 +19,7 @@ from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_named, device_of
 from loka.measure.block import Blocks, block_shape, is_fused
 from loka.measure.block_parts import BlockShape
-from loka.measure.ceiling import describe_ceiling, measure_ceiling
+from loka.measure.ceiling import describe_ceiling, measure_ceiling, with_blocks
 from loka.measure.error import BrokenDevice, budgets_s, sample_rows, usual_rows, vector_of
 from loka.measure.partial import Partial, identity_of
 from loka.measure.parts import Option, baseline_kernel
@@ -127,13 +127,13 @@ def _measure(
             ) from broken
         partial.add(lines)
         shown.advance(_line(lines))
-    surveyed = partial.sites
+    surveyed = tuple(partial.sites[name] for name in record.sites)
     return SurveyDocument(
         fingerprint=record.fingerprint,
         environment=environment,
         dtype=record.dtype,
-        sites=tuple(surveyed[name] for name in record.sites),
-        ceiling=ceiling,
+        sites=surveyed,
+        ceiling=with_blocks(ceiling, surveyed),
         findings=tuple(f"{finding.site}: {finding.message}" for finding in record.findings),
         record=record.id,
     )

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable
 from functools import cached_property
 
-from loka.core.gemm import SOURCES, Role, TensorName, by_frequency
+from loka.core.gemm import SOURCES, Role, TensorName, by_frequency, stand_in
 from loka.core.plan import Goal
 from loka.core.recipe import Format, Transform
 from loka.core.survey import Candidate, SiteSurvey, Times
@@ -22,12 +22,12 @@ ROLES: dict[Goal, tuple[Role, ...]] = {Goal.TRAINING: tuple(Role), Goal.SERVING:
 
 
 def rows_by_measured(calls: Times, measured: Iterable[int]) -> dict[int, float]:
-    """Calls in a step by the M whose times stand for them: the nearest measured one above, else the largest."""
-    ordered = sorted(measured)
+    """Calls in a step by the M whose times stand for them."""
+    measured = list(measured)
     weights: dict[int, float] = {}
     for m, count in calls.items():
-        stand_in = next((candidate for candidate in ordered if candidate >= m), ordered[-1])
-        weights[stand_in] = weights.get(stand_in, 0.0) + count
+        rows = stand_in(m, measured)
+        weights[rows] = weights.get(rows, 0.0) + count
     return weights
 
 

@@ -59,9 +59,9 @@ def summarize(run: Run) -> tuple[str, ...]:
 def _ceiling_words(ceiling: Ceiling) -> str:
     step = f"the {duration(ceiling.step_us)} step that was probed"
     if ceiling.covered >= 0.995:
-        return f"Sites take nearly all of {step}."
+        return f"Sites and blocks take nearly all of {step}."
     most = f"If they took no time at all, the step would be at most {1 / (1 - ceiling.covered):.1f}× as fast."
-    return f"Sites take {percent(ceiling.covered)} of {step}. {most}"
+    return f"Sites and blocks take {percent(ceiling.covered)} of {step}. {most}"
 
 
 def _comparison_words(comparison: Comparison) -> str:

@@ -17,7 +17,7 @@ import loka
 from loka.core.environment import Environment, current_command, current_environment
 from loka.core.errors import InvalidFile, InvalidInput, UnknownName
 from loka.core.files import atomic_path, atomic_write, file_in, require_folder
-from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName, by_frequency
+from loka.core.gemm import SOURCES, Device, GemmProblem, Role, SiteShape, TensorName, by_frequency, stand_in
 from loka.core.recipe import Accumulation, Format, Recipe, Scaling
 from loka.core.registry import Registry
 from loka.core.results import GatheredResults, markdown_table, write_results
@@ -313,6 +313,10 @@ def test_another_file_is_not_taken_for_the_folder_of_a_run(tmp_path: Path) -> No
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(InvalidInput, match=r"notes.txt is a file, and no survey.json: name the folder of a run"):
         loka.Survey.load(tmp_path / "notes.txt")
+
+
+def test_the_nearest_measured_rows_above_stand_in_or_the_largest() -> None:
+    assert [stand_in(m, (512, 64, 128)) for m in (1, 64, 65, 500, 513)] == [64, 64, 128, 512, 512]
 
 
 def test_rows_by_frequency_and_of_equally_frequent_ones_the_largest_first() -> None:

@@ -20,9 +20,10 @@ from loka.core.progress import Lines, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record
 from loka.core.site_record import Finding
-from loka.core.survey import Candidate, SiteSurvey, Survey
+from loka.core.survey import BlockCandidate, Candidate, Ceiling, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
 from loka.measure.block import Blocks
+from loka.measure.ceiling import with_blocks
 from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, draw_tensors, until_known, usual_rows
 from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
@@ -313,6 +314,21 @@ class TestCeiling:
         step_us = sum(n * sum(c.gemm_us[m] for c in survey.sites[0].candidates) for m, n in stand_ins.items())
         assert survey.document.ceiling is not None
         assert survey.document.ceiling.sites_us == pytest.approx(step_us)
+
+    def test_what_blocks_take_over_is_in_reach_too(self) -> None:
+        able = {"epilogue_training_us": {8: 5.0, 64: 20.0}, "entry_baseline_training_us": {64: 7.0}}
+        one = SiteSurvey(
+            "a", 4, 4, False, False, {6: 2.0, 64: 1.0, 100: 1.0}, "torch.fp32", (), (),
+            blocks=(
+                BlockCandidate("triton.block", "norm", None, why_not="no Triton here"),
+                BlockCandidate("triton.block", None, "act", epilogue_training_us={64: 1.0}),
+                BlockCandidate("triton.block", "norm", "act", **able),  # type: ignore[arg-type]
+            ),
+        )  # fmt: skip
+        ceiling = with_blocks(Ceiling(1000.0, 100.0), [one, msgspec.structs.replace(one, blocks=())])
+        assert ceiling is not None
+        assert ceiling.sites_us == 100.0 + (2 * 5.0 + 20.0 + 20.0) + (2 * 7.0 + 7.0 + 7.0)
+        assert with_blocks(None, [one]) is None
 
     def test_is_not_claimed_of_another_machine(self) -> None:
         record = record_of(site_record("a", normal_weight()), step_us=1e5)

@@ -80,11 +80,11 @@ class TestHeadline:
         limits, ceiling = gather_page(Run(Path("run"), plan=plan, survey=survey.document)).summary
         assert "error at most 0.3, speed-up at least 1.05×, casts included." in limits
         assert plain(ceiling) == (
-            "Sites take 80 % of the 5 ms step that was probed. "
+            "Sites and blocks take 80 % of the 5 ms step that was probed. "
             "If they took no time at all, the step would be at most 5.0× as fast."
         )
         (whole,) = summarize(Run(Path("run"), survey=msgspec.structs.replace(survey.document, ceiling=Ceiling(5000, 4990))))
-        assert plain(whole) == "Sites take nearly all of the 5 ms step that was probed."  # no 500×
+        assert plain(whole) == "Sites and blocks take nearly all of the 5 ms step that was probed."  # no 500×
 
     def test_the_summary_says_with_what_the_model_was_compared(self, comparison) -> None:
         (both,) = summarize(Run(Path("run"), comparison=comparison))
