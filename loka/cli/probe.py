@@ -24,7 +24,13 @@ def probe(
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="Folder of the run.")] = Path("run"),
     steps: Annotated[int, Parameter(help="Training steps; batches start over when they run out.")] = 200,
     every: Annotated[int, Parameter(help="Sample one step in this many.")] = 10,
-    mods: Annotated[list[str] | None, Parameter(help="Mods to make before training.", consume_multiple=True)] = None,
+    mods: Annotated[
+        list[str] | None,
+        Parameter(
+            help="Mods to make before training: no_bias, block_norm, hard_swish, insert_norm. Your code needs the same ones.",
+            consume_multiple=True,
+        ),
+    ] = None,
     data_path: Annotated[Path | None, Parameter(help="Built-in workloads only: path of the data.")] = None,
     batch_size: Annotated[
         int | None, Parameter(help="Built-in workloads only: examples in a batch; 2048 if not given.")

@@ -96,6 +96,7 @@ class SitePlan(Struct, frozen=True):
     block: BlockPlan | None = None
     refused: tuple[Refusal, ...] = ()
     finer: tuple[FinerForward, ...] = ()  # those worth it: fprop in a finer 8-bit format, then in high precision
+    read_by: str | None = None  # a function that reads the site's parameters without calling it
 
     @property
     def is_low_precision(self) -> bool:
@@ -112,13 +113,15 @@ class SitePlan(Struct, frozen=True):
     def __str__(self) -> str:
         kernels = {choice.kernel for choice in self.kernels.values()}
         by_role = ", ".join(f"{role} {choice.kernel}" for role, choice in self.kernels.items())
-        return f"{self.site} {self.k}×{self.n}: {by_role if len(kernels) > 1 else kernels.pop()}: {self.reason}"
+        behind = "" if self.transform is Transform.NONE else f" behind {self.transform}"
+        return f"{self.site} {self.k}×{self.n}: {by_role if len(kernels) > 1 else kernels.pop()}{behind}: {self.reason}"
 
     def in_high_precision(self, kernel: str, reason: str) -> "SitePlan":
         """The same site given back to ``kernel``, its refusals kept and what it gave up added to them."""
         choices = {role: Choice(kernel, reason) for role in self.kernels}
         refused = (*self.refused, *self._given_up_for(choices, reason))
-        return SitePlan(self.site, self.k, self.n, choices, self.baseline_us, self.baseline_us, reason, refused=refused)
+        times = self.baseline_us, self.baseline_us
+        return SitePlan(self.site, self.k, self.n, choices, *times, reason, refused=refused, read_by=self.read_by)
 
     def with_finer_forward(self, kernel: str, reason: str) -> "SitePlan":
         """The same site with its next finer forward; where it has none, with all roles given back to ``kernel``."""
@@ -137,6 +140,7 @@ class SitePlan(Struct, frozen=True):
             reason,
             refused=refused,
             finer=tuple(others),
+            read_by=self.read_by,
         )
 
     def _given_up_for(self, choices: Mapping[Role, Choice], reason: str) -> list[Refusal]:

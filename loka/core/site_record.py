@@ -64,6 +64,7 @@ class SiteFacts:
     needs_dx: bool = True  # whether anything in front of it learns,
     needs_dw: bool = True  # and whether its weight does
     cast_in_step: bool = False  # whether its optimizer casts the weight in the pass that steps it, where kernels can
+    read_by: str | None = None  # a function that reads its parameters without calling it
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -168,6 +169,7 @@ class SiteRecord(SiteFacts):
         unknown = () if alike(FOLLOWERS) else (UNKNOWN_READER,)
         groups = (FOLLOWERS, ("producer",), ("entry", "entry_block"))
         return {
+            "read_by": one.read_by or last.read_by,
             "is_head": one.is_head or last.is_head,
             "stays": one.stays or last.stays,
             "stays_serving": one.stays_serving or last.stays_serving,

@@ -120,6 +120,7 @@ class SiteSurvey(Struct, frozen=True):
     notes: tuple[str, ...] = ()
     stays: str | None = None  # why nothing can stand in for it, whatever that would save
     stays_serving: str | None = None  # the same when it serves
+    read_by: str | None = None  # a function that reads its parameters without calling it
 
 
 class Ceiling(Struct, frozen=True):

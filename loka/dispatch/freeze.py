@@ -1,12 +1,13 @@
 """``freeze``: a planned model made ready for serving. Weights are cast once and for all; what only training needs goes."""
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
+from loka.core.plan import Plan
 from loka.dispatch.frozen import Frozen, FrozenBlock, FrozenLinear
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import Swap, carry_hooks, forget, put_back, put_in, require_replaceable, required_applied
@@ -20,15 +21,19 @@ from loka.nn.weight_casts import held
 
 @dataclass(frozen=True)
 class FreezeReport:
-    """What was frozen, and the bytes of all parameters and buffers, casts among them, before and behind."""
+    """What was frozen, the bytes of all parameters and buffers, casts among them, before and after, and which weights were kept
+    though all were to be dropped: by site, what reads them."""
 
     sites: tuple[str, ...]
     bytes_before: int
     bytes_after: int
+    kept: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         sizes = f"{self.bytes_before / 2**20:,.1f} → {self.bytes_after / 2**20:,.1f} MiB"
-        return f"{len(self.sites)} sites frozen for serving, {sizes} of parameters and buffers"
+        frozen = f"{len(self.sites)} site{'' if len(self.sites) == 1 else 's'} frozen for serving"
+        kept = "".join(f"\n  the weight of {site} was kept: {reader} reads it" for site, reader in self.kept.items())
+        return f"{frozen}, {sizes} of parameters and buffers{kept}"
 
 
 def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeReport:
@@ -38,7 +43,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     frozen by the same plan. Batches that a kernel cannot take then run on it padded; where the weight is kept, in high
     precision. A kept weight that is written otherwise than by ``load_state_dict`` takes effect with ``loka.refresh``. A fused
     block that runs in high precision here keeps its weight in any case, and so does a layer whose weight a function reads too,
-    as far as a trace of the model shows.
+    as far as the Probe's runs of forward or a trace of it show.
     """
     model = unwrapped(model)
     applied = required_applied(model)
@@ -47,7 +52,8 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     keep_weight, bypassed = not drop_high_precision, passed_by(model)
     here = set(model.modules())  # users may have put others in their place
     modules = {site: module for site in applied.sites if (module := applied.module(site)) in here}
-    kept = set(modules.values()) if keep_weight else _read_elsewhere(model, modules)
+    read_elsewhere = {} if keep_weight else _read_elsewhere(model, applied.plan, modules)
+    kept = set(modules.values()) if keep_weight else {modules[site] for site in read_elsewhere}
     frozen: dict[nn.Module, Frozen] = _frozen_blocks(modules.values(), kept)
     by_their_weights = []
     for site, planned in modules.items():
@@ -68,13 +74,16 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     applied.swaps = {site: [Swap(frozen[old], frozen[old])] for site, old in modules.items() if old in frozen}
     forget(model, frozen=True)
     model.eval().requires_grad_(False)
-    return FreezeReport(tuple(site for site, planned in modules.items() if planned in frozen), bytes_before, _bytes(model))
+    sites = tuple(site for site, planned in modules.items() if planned in frozen)
+    read_elsewhere = {site: reader for site, reader in read_elsewhere.items() if site in sites}
+    return FreezeReport(sites, bytes_before, _bytes(model), read_elsewhere)
 
 
-def _read_elsewhere(model: nn.Module, modules: Mapping[str, nn.Module]) -> set[nn.Module]:
-    """Those whose parameters a function reads too, as far as a trace shows."""
-    sites = {parameter.rpartition(".")[0] for parameter in find_blocks(model).graph.parameters_read}
-    return {module for site, module in modules.items() if site in sites}
+def _read_elsewhere(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The sites whose parameters a function reads too, and which: by the Probe's runs, and as far as a trace shows."""
+    traced = {parameter.rpartition(".")[0]: reader for parameter, reader in find_blocks(model).graph.parameters_read.items()}
+    readers = {site.site: site.read_by for site in plan.sites if site.read_by} | traced
+    return {site: reader for site, reader in readers.items() if site in modules}
 
 
 def _frozen_blocks(modules: Iterable[nn.Module], kept: Collection[nn.Module]) -> dict[nn.Module, Frozen]:

@@ -1,5 +1,6 @@
 """Putting modules in place of others, and back. What was applied to a model is remembered on it, and copied with it."""
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -146,9 +147,19 @@ def carry_hooks(current: nn.Module, other: nn.Module) -> None:
 
 
 def _replace(model: nn.Module, now: Mapping[int, nn.Module]) -> None:
+    if now:
+        _leave_room_to_compile()
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and id(child) in now:
                 parent._modules[name] = now[id(child)]
                 if is_compiled_wrapper(parent):
                     parent.__setstate__(parent.__getstate__())  # as if unpickled: it compiles what it holds, not what it held
+
+
+def _leave_room_to_compile() -> None:
+    """Whatever was compiled with these modules in it is compiled once more. Torch gives a function up for a lost cause after it
+    was compiled again a few times (eight), so each time that is our doing adds one to its limits."""
+    if dynamo := sys.modules.get("torch._dynamo"):  # not loaded unless somebody compiles
+        dynamo.config.recompile_limit += 1
+        dynamo.config.accumulated_recompile_limit += 1

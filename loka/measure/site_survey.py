@@ -246,4 +246,5 @@ def _site_survey(
         notes=(*site.notes, *notes),
         stays=site.stays,
         stays_serving=site.stays_serving,
+        read_by=site.read_by,
     )

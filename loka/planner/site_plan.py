@@ -23,7 +23,8 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
     if study.stays or option is None:
         stays = study.stays or "nothing was measured"
         choices = {role: Choice(site.baseline, stays) for role in ROLES[limits.goal]}
-        return SitePlan(site.site, site.k, site.n, choices, study.baseline_us, study.baseline_us, stays, refused=refused)
+        times = study.baseline_us, study.baseline_us
+        return SitePlan(site.site, site.k, site.n, choices, *times, stays, refused=refused, read_by=site.read_by)
     choices = {role: _choice(costs, option, role, limits) for role in ROLES[limits.goal]}
     reason = f"{times_as_fast(costs.baseline_us, option.time_us):.3g}× {site.baseline}, casts included"
     return SitePlan(
@@ -37,6 +38,7 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
         transform=option.transform,
         refused=refused,
         finer=_finer(study, choices[Role.FPROP], limits),
+        read_by=site.read_by,
     )
 
 
@@ -116,6 +118,7 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
         ),
         refused=(*study.refused, *also, *others),
         finer=_finer(study, choices[Role.FPROP], limits),
+        read_by=site.read_by,
     )
 
 

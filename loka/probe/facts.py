@@ -78,8 +78,9 @@ def merged(flows: Sequence[FoundBlocks]) -> FoundBlocks:
 
 
 def _both(one: Block, other: Block) -> Block:
+    read_by = one.read_by or other.read_by
     if one.calls == 0 or other.calls == 0:
-        return other if one.calls == 0 else one
+        return replace(other if one.calls == 0 else one, read_by=read_by)
     alike = one.norm == other.norm and one.activation == other.activation
     both = replace(
         one,
@@ -87,7 +88,7 @@ def _both(one: Block, other: Block) -> Block:
         is_head=any_of((one.is_head, other.is_head)),
         calls=None if one.calls is None or other.calls is None else max(one.calls, other.calls),
         entry=one.entry if one.entry == other.entry else None,
-        read_by=one.read_by or other.read_by,
+        read_by=read_by,
     )
     return both if alike else _alone(both)
 
@@ -120,6 +121,6 @@ def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_to
     if is_unknown or (was_called and block.calls == 0 and not is_inside_torch):
         return (
             "may be a prediction head: who reads its output shows only in a run of forward, which failed or was not seen. "
-            "Give the Probe forward's arguments: Probe(model, example=…)"
+            "Give the Probe forward's arguments, Probe(model, example=…), and a model without a forward one that calls its parts"
         )
     return None

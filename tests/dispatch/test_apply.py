@@ -274,6 +274,20 @@ class TestHowModelsRun:
         loka.restore(compiled)
         torch.testing.assert_close(compiled(batch()), plain)
 
+    @pytest.mark.usefixtures("fresh_compiler")
+    @torch.no_grad()
+    def test_plans_may_come_and_go_oftener_than_torch_compiles_one_function_again(self) -> None:
+        """As a Guard has it that gives back site after site."""
+        model = tower()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        plan = plan_for(model, {"bottom": ONEDNN})
+        with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=4):
+            for _ in range(3):
+                for change in (lambda: loka.apply_plan(model, plan), lambda: loka.restore(model)):
+                    torch.testing.assert_close(compiled(batch()), model(batch()))
+                    change()
+            torch.testing.assert_close(compiled(batch()), model(batch()))
+
     def test_gradient_accumulation(self) -> None:
         model = tower()
         loka.apply_plan(model, plan_for(model, MIXED))

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from plans import MIXED, ROWWISE, batch, check_it_reads_autocasts_dtype, plan_for, tower
@@ -18,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import loka
 from loka.core.errors import InvalidInput
-from loka.core.plan import Goal
+from loka.core.plan import Goal, Plan
 from loka.dispatch.frozen import FrozenLinear
 from loka.kernels.executor import SiteKernels
 
@@ -89,7 +90,7 @@ def test_memory_saved_is_said_and_true() -> None:
     codes = 256 * 512 + 4 * 512  # one byte a weight, a scale a row
     assert report.bytes_after == 4 * (512 + 512 + 1) + codes
     assert report.bytes_before > plain_bytes + codes  # with both forms of the cast
-    assert str(report) == "1 sites frozen for serving, 0.8 → 0.1 MiB of parameters and buffers"
+    assert str(report) == "1 site frozen for serving, 0.8 → 0.1 MiB of parameters and buffers"
     assert "0.weight" not in model.state_dict()
     assert loka.freeze(kept).bytes_after == plain_bytes + codes
     assert list(kept.state_dict()) == keys
@@ -321,6 +322,29 @@ def test_a_frozen_model_runs_by_the_weights_it_has(when: str) -> None:
     loka.apply_plan(other, plan)
     loka.freeze(other)
     assert torch.equal(model(batch(17)), other(batch(17)))
+
+
+def test_nor_is_one_that_the_probe_saw_read_where_forward_cannot_be_traced() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encode, self.head = nn.Linear(24, 32), nn.Linear(24, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clamp(-9, 9) if x.abs().max() > 9 else x  # which ends a trace
+            return self.head(nn.functional.linear(self.encode(x).relu(), self.encode.weight.t()))
+
+    torch.manual_seed(0)
+    model = Tied()
+    plan = plan_for(model, {"encode": ROWWISE}, goal=Goal.SERVING)
+    sites = tuple(msgspec.structs.replace(site, read_by="t" if site.site == "encode" else None) for site in plan.sites)
+    loka.apply_plan(model, Plan(msgspec.structs.replace(plan.document, sites=sites)))
+    expected = model(batch())
+    report = loka.freeze(model, drop_high_precision=True)
+    assert torch.equal(model(batch()), expected)
+    assert report.kept == {"encode": "t"}
+    assert str(report).splitlines()[0].startswith("1 site frozen for serving, ")
+    assert str(report).splitlines()[1:] == ["  the weight of encode was kept: t reads it"]
 
 
 def test_a_weight_that_a_function_reads_too_is_not_dropped() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from planned_survey import BASELINE, ENVIRONMENT, baseline, candidate, site, survey
@@ -70,6 +71,8 @@ def test_a_plan_is_printed_a_site_a_line() -> None:
     ]
     assert repr(plan) == f"<Plan for serving on {ENVIRONMENT.device}: 1 of 2 sites in low precision, 1.82× over all sites>"
     assert repr(made_from) == f"<Survey on {ENVIRONMENT.device}: 8 candidates at 2 sites>"
+    (behind,) = plan.sites[:1]
+    assert str(msgspec.structs.replace(behind, transform=Transform.CENTER)).startswith("a 64×32: a.one behind center: ")
     training = loka.make_plan(survey(fast("a")))
     assert f"fprop a.one, dgrad {BASELINE}, wgrad {BASELINE}" in str(training)
 
@@ -214,6 +217,13 @@ def test_what_serving_alone_passes_by_is_planned_for_training() -> None:
     training, serving = (loka.make_plan(passed, goal=goal).sites[0] for goal in (Goal.TRAINING, Goal.SERVING))
     assert (training.is_low_precision, serving.is_low_precision) == (True, False)
     assert serving.reason == "passed by when it serves"
+
+
+def test_what_reads_a_sites_parameters_is_in_its_plan_whatever_is_given_back() -> None:
+    sites = (fast("a", read_by="t"), fast("b", is_head=True, read_by="add"), fast("c"))
+    plan = loka.make_plan(survey(*sites), goal="serving")
+    for one in (plan, plan.giving_back({"a": "too costly"}), plan.giving_back_forward({"a": "too costly"})):
+        assert [site.read_by for site in one.sites] == ["t", "add", None]
 
 
 def test_at_a_site_that_stays_a_kernel_that_cannot_run_says_its_own_reason() -> None:

@@ -101,6 +101,7 @@ def test_a_function_that_reads_a_weight_in_one_branch_is_told(order: tuple[bool,
 
     record = record_of(Tied(), *((torch.randn(32, 8), is_tied) for is_tied in order))
     assert record.sites["body"].notes == ("its parameters are read by linear",)
+    assert {name: site.read_by for name, site in record.sites.items()} == {"body": "linear", "side": None, "head": None}
 
 
 def test_a_branch_is_known_as_if_it_were_alone() -> None:
