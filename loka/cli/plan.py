@@ -32,6 +32,10 @@ def plan(
     keep: Annotated[
         list[str] | None, Parameter(help="Sites, modules or patterns that stay in high precision.", consume_multiple=True)
     ] = None,
+    kernels: Annotated[
+        list[str] | None,
+        Parameter(help="The only kernels to choose from, or patterns of them; all if not given.", consume_multiple=True),
+    ] = None,
     site: Annotated[str | None, Parameter(help="Print each choice and refusal of one site, and write no file.")] = None,
 ) -> None:
     """Choose the fastest kernels that are accurate enough, from the survey in RUN; writes RUN/plan.json.
@@ -47,8 +51,11 @@ def plan(
 
     if keep == []:
         raise InvalidInput("--keep takes the names of sites or modules, or patterns of them, as the table shows them")
+    if kernels == []:
+        raise InvalidInput("--kernels takes the names of kernels, or patterns of them, as `loka kernels` lists them")
     survey = Survey.load(run)
-    made = make_plan(survey, goal=goal, max_error=max_error, min_speedup=min_speedup, keep=keep or ())
+    limits = {"max_error": max_error, "min_speedup": min_speedup}
+    made = make_plan(survey, goal=goal, **limits, keep=keep or (), kernels=kernels or ())
     if site is not None:
         _print_site(_site(made, site), _conditions(made))
         return

@@ -164,6 +164,7 @@ class PlanDocument(Struct, frozen=True):
     sites: tuple[SitePlan, ...]
     keep: tuple[str, ...] = ()
     survey: str = ""  # the digest of the Survey it was made from
+    kernels: tuple[str, ...] = ()  # the only ones it was to choose from; all where none is named
 
     @property
     def high_precision(self) -> str:

@@ -1,8 +1,11 @@
 """The limits of a plan: what a user may ask for, checked, and whether a measured error is within it."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
@@ -10,7 +13,7 @@ from loka.core.gemm import Role
 from loka.core.names import did_you_mean, matching
 from loka.core.plan import Goal
 from loka.core.recipe import Accumulation, Format
-from loka.core.survey import GATE, BlockCandidate, Candidate
+from loka.core.survey import GATE, BlockCandidate, Candidate, SiteSurvey
 
 MAX_ERROR = 0.2
 MIN_SPEEDUP = 1.05
@@ -21,6 +24,8 @@ MIN_SPEEDUP = 1.05
 MAX_SILENCED = 0.05  # of x's features
 MAX_MISREAD = 0.05  # of the features of a block's input, gradient or weight, in casts with one scale for all
 MAX_FLUSHED = 0.02  # of the values, by casts to FP8 for fprop or dgrad; a healthy site loses none
+
+Able = TypeVar("Able", Candidate, BlockCandidate)
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,28 @@ def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
         matched = [name for name in names if found.intersection(_with_parents(name))]
         kept.update(dict.fromkeys(matched, f"kept in high precision by keep={pattern!r}"))
     return kept
+
+
+def allowed_alone(sites: tuple[SiteSurvey, ...], kernels: Sequence[str]) -> tuple[SiteSurvey, ...]:
+    """The sites as if no 8-bit kernel were able but those that ``kernels`` names, by name or by a pattern."""
+    known = sorted({candidate.kernel for site in sites for candidate in (*site.candidates, *site.blocks)})
+    allowed: set[str] = set()
+    for pattern in kernels:
+        found = matching(pattern, known)
+        if not found:
+            hint = did_you_mean(pattern, known, most=3, cutoff=0.4) or f" It knows: {', '.join(known)}"
+            raise InvalidInput(f"kernels={pattern!r} matches no kernel of this survey.{hint}")
+        allowed.update(found)
+    return tuple(_with_these_alone(site, allowed) for site in sites)
+
+
+def _with_these_alone(site: SiteSurvey, allowed: Collection[str]) -> SiteSurvey:
+    def judged(one: Able) -> Able:
+        may = one.kernel in allowed or one.kernel == site.baseline or one.why_not is not None
+        return one if may else msgspec.structs.replace(one, why_not="not among the kernels to plan from")
+
+    candidates, blocks = tuple(map(judged, site.candidates)), tuple(map(judged, site.blocks))
+    return msgspec.structs.replace(site, candidates=candidates, blocks=blocks)
 
 
 def _with_parents(name: str) -> list[str]:

@@ -7,7 +7,7 @@ from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan, PlanDocument, vector_name
 from loka.core.survey import Survey
 from loka.planner.chains import Ways, choose_blocks
-from loka.planner.limits import MAX_ERROR, MIN_SPEEDUP, check_limits, kept_sites
+from loka.planner.limits import MAX_ERROR, MIN_SPEEDUP, allowed_alone, check_limits, kept_sites
 from loka.planner.site_plan import write_site_plan
 from loka.planner.study import study_site
 
@@ -19,22 +19,25 @@ def make_plan(
     max_error: float | Mapping[Role, float] = MAX_ERROR,
     min_speedup: float = MIN_SPEEDUP,
     keep: Iterable[str] = (),
+    kernels: Iterable[str] = (),
 ) -> Plan:
     """Choose kernels for every site and block in ``survey``.
 
     A site leaves high precision only for kernels whose error (``mere_floored``, the upper end of its confidence interval) is
     within ``max_error`` (one number, or one for each role), which flush neither whole features of x nor many values to zero,
     and which make it at least ``min_speedup`` times as fast, casts included; the fastest such choice wins. Prediction heads
-    stay, and so does what ``keep`` names: sites, modules around them, or patterns. docs/plan.md has every rule.
+    stay, and so does what ``keep`` names: sites, modules around them, or patterns. ``kernels``, names or patterns, leaves out
+    all others that were measured. docs/plan.md has every rule.
     Every choice and every refusal carries its reason. The same survey and limits give the same plan.
     """
     require_kind(survey, Survey, "the survey", "load it with loka.Survey.load(run)")
     limits = check_limits(goal, max_error, min_speedup)
     if not survey.sites:
         raise InvalidInput("the survey has no site to plan for: probe a model with linear layers, then measure it again")
-    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+    patterns, names = ((given,) if isinstance(given, str) else tuple(given) for given in (keep, kernels))
     kept = kept_sites((site.site for site in survey.sites), patterns)
-    studies = {site.site: study_site(site, limits, kept.get(site.site)) for site in survey.sites}
+    surveyed = allowed_alone(survey.sites, names) if names else survey.sites
+    studies = {site.site: study_site(site, limits, kept.get(site.site)) for site in surveyed}
     ways = {name: Ways(study.site.producer, study.saved_us, study.blocks) for name, study in studies.items()}
     blocks = choose_blocks(ways, limits.min_speedup)
     sites = tuple(write_site_plan(study, blocks.get(name), limits) for name, study in studies.items())
@@ -47,6 +50,7 @@ def make_plan(
         min_speedup=limits.min_speedup,
         sites=sites,
         keep=patterns,
+        kernels=names,
         survey=survey.document.digest,
     )
     wanted = [name for site in sites if (name := vector_name(site))]

@@ -121,6 +121,6 @@ def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_to
     if is_unknown or (was_called and block.calls == 0 and not is_inside_torch):
         return (
             "may be a prediction head: who reads its output shows only in a run of forward, which failed or was not seen. "
-            "Give the Probe forward's arguments, Probe(model, example=…), and a model without a forward one that calls its parts"
+            "Give the Probe forward's arguments, Probe(model, example=…), and a model that has no forward one of its own"
         )
     return None

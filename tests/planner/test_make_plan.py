@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from planned_survey import BASELINE, ENVIRONMENT, baseline, candidate, site, survey
+from planned_survey import BASELINE, ENVIRONMENT, baseline, candidate, error, site, survey
 
 import loka
 from loka.core.errors import InvalidFile, InvalidInput
@@ -15,6 +15,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan, digest_of_plan
 from loka.core.recipe import Transform
+from loka.core.survey import BlockCandidate
 
 M = 100
 
@@ -234,3 +235,38 @@ def test_at_a_site_that_stays_a_kernel_that_cannot_run_says_its_own_reason() -> 
         "a.one": "a prediction head, and heads stay in high precision",
         "b.one": "needs a GPU",
     }
+
+
+class TestKernelsToPlanFrom:
+    able = tuple(
+        candidate(name, Role.FPROP, {M: us}, forms=("fp32", "fp32")) for name, us in (("a.one", 10.0), ("b.two", 20.0))
+    )
+    two = survey(site("a", (*baseline({Role.FPROP: {M: 100.0}}), *able)))
+
+    @pytest.mark.parametrize("kernels", [["b.two"], ["b.*"], "b.two"])
+    def test_no_others_are_chosen(self, kernels: list[str] | str) -> None:
+        assert loka.make_plan(self.two, goal="serving").sites[0].kernels[Role.FPROP].kernel == "a.one"
+        plan = loka.make_plan(self.two, goal="serving", kernels=kernels)
+        (planned,) = plan.sites
+        assert planned.kernels[Role.FPROP].kernel == "b.two"
+        assert {refusal.kernel: refusal.reason for refusal in planned.refused} == {
+            "a.one": "not among the kernels to plan from"
+        }
+        assert plan.document.kernels == ((kernels,) if isinstance(kernels, str) else tuple(kernels))
+        assert plan.document.survey == self.two.document.digest
+
+    def test_where_none_is_able_the_site_stays(self) -> None:
+        (planned,) = loka.make_plan(self.two, goal="serving", kernels=[BASELINE]).sites
+        assert not planned.is_low_precision
+
+    def test_blocks_are_kernels_too(self) -> None:
+        errors = {role: error(0.1) for role in Role}
+        times = {"forward_us": {M: 1.0}, "baseline_forward_us": {M: 200.0}, "input_cast_us": {M: 0.0}}
+        block = BlockCandidate("triton.block", "norm", "act", error=errors, **times)  # type: ignore[arg-type]
+        both = survey(msgspec.structs.replace(self.two.sites[0], blocks=(block,)))
+        assert loka.make_plan(both, goal="serving").sites[0].block is not None
+        assert loka.make_plan(both, goal="serving", kernels=["a.one"]).sites[0].block is None
+
+    def test_one_that_was_not_measured_is_told(self) -> None:
+        with pytest.raises(InvalidInput, match=r"kernels='b.tow' matches no kernel of this survey. Did you mean 'b.two'"):
+            loka.make_plan(self.two, kernels=["b.tow"])
