@@ -2,8 +2,8 @@
 
     python benchmarks/adamw.py
 
-Weights of one shape, as many as come to 2²⁸ values, stepped as plain ones, as those of layers with one scale for all, and as
-those of fused blocks; all in turn, each replayed as a CUDA graph.
+As many weights of one shape as come to 2²⁸ values are stepped: as plain ones, as those of layers with one scale for all, and as
+those of fused blocks. These take turns, each replayed as a CUDA graph.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results")
     arguments = parser.parse_args()
     device = device_named(arguments.device)
-    adamw.WORTH_IT = 0  # so that it is seen from which size on it is
+    adamw.WORTH_IT = 0  # no weight is too small to be cast within the step: the table shows from which size on that pays
     rows = [measure(*map(int, shape.split("x")), device) for shape in arguments.shapes]
     print(table(rows))
     environment = current_environment(device_of(device))
@@ -59,7 +59,7 @@ def measure(out_features: int, in_features: int, device: torch.device) -> dict[s
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
             stepper = optimizer(model.parameters(), lr=1e-4, fused=True, capturable=True)
-            stepper.found_inf = torch.zeros((), device=device)  # as of a trainer that looks for infinities
+            stepper.found_inf = torch.zeros((), device=device)  # as set by a trainer that looks for infinities
             name = f"{kind}, {optimizer.__module__.partition('.')[0]}"
             steps[name] = lambda turn, step=stepper.step, model=model: step()
     times = time_together(steps, device, turns=2)

@@ -2,9 +2,9 @@
 
     python benchmarks/drift_guard.py
 
-Every arm starts from the same weights and sees the same batches. A first stretch is trained under a Probe; measured on its
-Record, all sites that are accurate enough go to an emulated 8-bit kernel in all three roles; then the stream goes on, and at
-half of it a quarter of the dense features is multiplied by 1000. Only some, since a dynamic scale would not notice all.
+Every arm starts from the same weights and sees the same batches. A first stretch is trained under a Probe. By its Record, all
+sites that are accurate enough go to an emulated 8-bit kernel in all three roles. Then the stream goes on, and halfway through
+it a quarter of the dense features is multiplied by 1000: not all, since to a dynamic scale that would make no difference.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from loka.train.trainer import Trainer
 CPU = torch.device("cpu")
 KERNELS = ("reference.int8_rowwise", "reference.tensorwise")
 PROBED = 200  # steps under the Probe
-# Few ids and clicks that are no rarity, so that in some hundred steps the dense features are learned from.
+# Few ids and frequent clicks, so that some hundred steps are enough to learn from the dense features.
 STREAM = {
     "base_rate": 0.4,
     "onehot_sizes": (10, 20, 50),
@@ -74,7 +74,7 @@ class Experiment:
         self.data: Dataset = open_dataset("synthetic", path=None, seed=0, device=CPU, test_examples=64 * batch_size, **STREAM)
 
     def run(self, name: str, kernel: str | None, guarded: bool) -> dict[str, object]:
-        """Train one arm, and score it on what it learned from and on held-out examples as they are at its end."""
+        """Train one arm, and score it on the stream that it learned from and on held-out examples as they are at its end."""
         torch.manual_seed(0)
         model = build_model(self.config.model, self.config.preset, self.data.schema)
         trainer = Trainer(model, self.config)

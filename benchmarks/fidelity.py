@@ -4,11 +4,11 @@
     python benchmarks/fidelity.py --models dlrm --steps 20 --batches 32            # planted rows and the synthetic stream alone
     python benchmarks/fidelity.py --criteo … --movielens … --batch-size 1024 --batches 96 --rows 256     # as a Probe is used
 
-A model stands still, at its initialization or after some steps of training. Of the batches that follow, none of whose examples
-came before, every second is the Probe's; the others are held out. What is predicted from the Record is the error over batches
-of as many rows, drawn from it; what is true is the error over the held-out batches: the mean of mere_floored, and
-rms(error)/rms(reference) of all together. They come in two halves, whose difference shows how well the truth itself is
-known. Cases already in the results file are not repeated.
+A model stands still, at its initialization or after some steps of training. Of the batches that follow, which hold new examples
+alone, every second is the Probe's; the others are held out. The predicted error is that over batches of as many rows drawn from
+the Record, the true one that over the held-out batches: the mean of mere_floored, and rms(error)/rms(reference) of all
+together. Held-out batches come in two halves, whose difference shows how well the truth itself is known. Cases already in the
+results file are not repeated.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from loka.train.trainer import Trainer
 FOLDER = Path(__file__).parent / "results"
 MODELS = ("wukong", "dlrm", "dcnv2")
 NEAR, FAR = 0.10, 0.25
-NEGLIGIBLE = 1e-4  # errors below it are alike
+NEGLIGIBLE = 1e-4  # errors below it count as equal
 MAX_ERROR = 0.2  # the gate of make_plan, by default
 TITLES = {
     "learned": "**learned by the Probe**",
@@ -82,7 +82,7 @@ def study_case(
         for _ in range(steps):
             trainer.step(next(stream))
     net.embeddings.requires_grad_(False)
-    if per_epoch := data.batches_per_epoch(batch_size):  # what is left of one pass over it
+    if per_epoch := data.batches_per_epoch(batch_size):  # take what is left of one pass over the data
         left = islice(stream, per_epoch - (steps if case.stage == "trained" else 0))
         stream = (batch for batch in chain(left, data.test(batch_size)) if len(batch.label_B) == batch_size)
 
@@ -149,7 +149,7 @@ def planted_cases() -> dict[str, tuple[Planted, Tensor]]:
 
 
 def as_row(fidelity: dict[str, SiteFidelity]) -> dict[str, Any]:
-    """The numbers of a case: by site, role and recipe, those of both halves and of every predictor, for each metric."""
+    """The numbers of a case: for each site, role with recipe, and metric, those of both halves and of every predictor."""
     sites: dict[str, dict[str, list[list[float]]]] = {}
     for site, found in fidelity.items():
         sources = [*found.halves, *(found.predicted[name] for name in PREDICTORS)]
@@ -162,7 +162,7 @@ def as_row(fidelity: dict[str, SiteFidelity]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One error as predicted, and as it is."""
+    """One error: as predicted, and as it truly is."""
 
     where: str
     role: str
@@ -189,7 +189,7 @@ def comparisons(row: dict[str, Any]) -> Iterator[Comparison]:
 
 
 def shares(found: list[Comparison]) -> str:
-    """Within 10 % and within 25 %, in percent of the cases."""
+    """The percentages of cases within 10 % and within 25 %."""
     if not found:
         return ""
     return " / ".join(f"{100 * sum(c.off <= limit for c in found) / len(found):.0f}" for limit in (NEAR, FAR))
@@ -205,7 +205,7 @@ def summary(found: list[Comparison], predictors: tuple[str, ...]) -> str:
 
 
 def by_gate(found: list[Comparison]) -> str:
-    """What a plan would get wrong that takes the prediction for the truth."""
+    """What a plan would get wrong if it took predictions for the truth."""
     rows = []
     for predictor in (*PREDICTORS, "itself"):
         own = [c for c in found if c.predictor == predictor and c.metric == METRICS[0]]
@@ -230,7 +230,7 @@ def by_case(cases: dict[str, list[Comparison]]) -> str:
 
 
 def by_planted(cases: dict[str, list[Comparison]]) -> str:
-    """The worst of the recipes, predicted over true, for each role and predictor."""
+    """Predicted over true for the recipe where that is worst, for each role and predictor."""
     rows = []
     for key, found in cases.items():
         for role in ROLES:

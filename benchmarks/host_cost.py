@@ -1,9 +1,9 @@
-"""What a dispatched call costs the host over the provider's own calls: its cast and its GEMM, with nothing around them.
+"""What a dispatched call costs the host beyond the provider's own calls, its cast and its GEMM with nothing around them.
 
     python benchmarks/host_cost.py
 
-The layer is so small that its arithmetic takes next to no time; what is left is Python: finding casts, autograd, checks. In a
-compiled graph all of that happened while tracing, so there the two should take the same time.
+The layer is so small that its arithmetic takes next to no time. What is left is Python: finding casts, autograd, checks. For a
+compiled graph all of that is done while tracing, so there both should take the same time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from loka.numerics.formats import format_of
 
 ROWS, WIDTH = 32, 32
 CALLS = 50  # in a round
-WITHOUT_WORK = ("reshape", "detach", "enter_autocast", "exit_autocast", "getitem")  # views, and switches while tracing
+WITHOUT_WORK = ("reshape", "detach", "enter_autocast", "exit_autocast", "getitem")  # views, and switches for tracing
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def measure_kernel(name: str, device: torch.device, rounds: int) -> dict[str, ob
 
 
 def providers_own_call(executor: SiteExecutor, weight_NK: Tensor) -> Callable[[Tensor], Tensor]:
-    """Cast and multiply as a user of the provider would write it: the weight is cast, and who casts is known."""
+    """Cast and multiply as a user of the provider would write it: the weight is cast already, and x's caster is known."""
     kernel = executor.kernels[Role.FPROP]
     x_form, w_form = executor.operand_forms(Role.FPROP)
     problem = CastProblem(TensorName.X, ROWS, WIDTH, format_of(weight_NK.dtype), device_of(weight_NK.device))
@@ -83,7 +83,7 @@ def providers_own_call(executor: SiteExecutor, weight_NK: Tensor) -> Callable[[T
 
 
 def time_in_turns(functions: Mapping[str, Callable[[Tensor], Tensor]], x_MK: Tensor, rounds: int) -> dict[str, float]:
-    """µs of a call in the best round: what else runs on the machine only adds. On a GPU the host alone is timed."""
+    """µs of a call in the best round, since other work on the machine only adds to it. On a GPU only the host is timed."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 3):
         for name, function in functions.items():
@@ -133,5 +133,5 @@ def tables(rows: list[dict[str, object]]) -> str:
 
 
 if __name__ == "__main__":
-    assert KERNELS.names()  # providers register before anything is traced
+    assert KERNELS.names()  # so that providers are registered before anything is traced
     main()

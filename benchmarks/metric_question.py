@@ -2,13 +2,13 @@
 
     python benchmarks/metric_question.py
 
-A model is trained on the synthetic stream. Then one site at a time computes its fprop in one recipe, all else in fp32, and
-log-loss is measured on the same held-out examples as without. Every metric is taken at that site on other batches, among them
-two weighted by gradients: with g the gradient of an example's loss at the site's output and δ the error there, the loss changes
+A model is trained on the synthetic stream. Then one site at a time computes its fprop in one recipe, with all else in fp32, and
+log-loss is compared with that of fp32 on the same held-out examples. Every metric is taken at that site on other batches. Two
+are weighted by gradients: with g the gradient of an example's loss at the site's output and δ the error there, the loss changes
 by E[g·δ] in first order, and for a calibrated model by ½·E[(g·δ)²] in second.
 
-Labels are noise, which hides small changes. The stream's teacher knows every example's true probability, so changes are given
-in expectation over labels, and on the labels drawn beside it.
+Labels are noisy, and that hides small changes. The stream's teacher knows every example's true probability, so changes are
+given in expectation over labels; and, for comparison, on the labels that were drawn.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from loka.train.loop import train
 
 FOLDER = Path(__file__).parent / "results"
 MODELS = ("dcnv2", "wukong")
-DENSE = ("log", "raw")  # raw counts are what 8 bits bear least
+DENSE = ("log", "raw")  # raw counts suffer most in 8 bits
 RECIPES = ("tensorwise", "rowwise", "blockwise", "static", "int8_tensorwise", "int8_rowwise")
 SECOND_ORDER, BOTH_ORDERS = "½·E[(g·δ)²]", "E[g·δ] + ½·E[(g·δ)²]"
 BATCH, OBSERVED = 2048, 8  # examples in a batch, batches on which the metrics are taken
@@ -111,7 +111,7 @@ def study(name: str, dense: str, preset: str, steps: int, n_batches: int) -> Ite
 
 
 def losses(model: Recommender, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Each example's log-loss at float64: of the label drawn, and in expectation over labels."""
+    """Each example's log-loss in float64: for the label drawn, and in expectation over labels."""
     with torch.no_grad():
         logit_B = model(batch).double()
     assert batch.teacher_logit_B is not None
@@ -129,7 +129,7 @@ class Call:
 
 
 def observe(model: Recommender, batches: Sequence[Batch]) -> dict[str, list[Call]]:
-    """What every site is called with, heads aside, which never leave high precision."""
+    """The calls of every site but heads, which never leave high precision."""
     sites = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m.out_features > 1}
     calls: dict[str, list[Call]] = {name: [] for name in sites}
     for batch in batches:
@@ -167,7 +167,7 @@ def in_recipe(model: nn.Module, site: str, recipe: str) -> Iterator[LokaLinear]:
 
 @torch.no_grad()
 def errors(quantized: LokaLinear, calls: Sequence[Call]) -> dict[str, float]:
-    """Every metric, as the mean over calls; without bias, as ``measure`` takes it. Per example δ is summed over its rows."""
+    """Every metric: its mean over calls, without bias, as ``measure`` takes it. An example's g·δ is summed over its rows."""
     reports, products = [], []
     for call in calls:
         exact = F.linear(call.x.double(), quantized.weight.double())
@@ -193,7 +193,7 @@ def correlations(rows: Sequence[Row]) -> str:
         by_model.setdefault(f"{row.model} {row.dense}", []).append(row)
     table = []
     for metric in (*METRICS, SECOND_ORDER, BOTH_ORDERS):
-        sign = -1 if metric == "sqnr_db" else 1  # more decibels, less error
+        sign = -1 if metric == "sqnr_db" else 1  # more decibels are less error
         cells = [
             spearman([sign * row.metrics[metric] for row in subset], [change(row) for row in subset])
             for subset in by_model.values()
@@ -210,7 +210,7 @@ def correlations(rows: Sequence[Row]) -> str:
 
 
 def by_recipe(rows: Sequence[Row]) -> str:
-    """The site that each recipe moves most, and what the metrics say of it."""
+    """The site where each recipe changes log-loss most, and what the metrics say of it."""
     table = []
     for key in dict.fromkeys((row.model, row.dense, row.recipe) for row in rows):
         subset = [row for row in rows if (row.model, row.dense, row.recipe) == key]
@@ -224,7 +224,7 @@ def by_recipe(rows: Sequence[Row]) -> str:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Pearson's correlation of ranks; equal values share the mean of theirs."""
+    """Pearson's correlation of ranks; equal values share their mean rank."""
     x, y = (torch.tensor(ranks(values), dtype=torch.float64) for values in (a, b))
     x, y = x - x.mean(), y - y.mean()
     norm = math.sqrt(float(x.square().sum() * y.square().sum()))

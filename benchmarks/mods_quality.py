@@ -3,11 +3,11 @@
     python benchmarks/mods_quality.py --movielens ml-1m --parallel 12                # on a GPU: both data sets, preset small
     python benchmarks/mods_quality.py --preset tiny --steps 60 --batch-size 512      # to try it on a CPU
 
-Runs of a seed start from the same weights where they share any, and see the same batches in the same order; the change of
-the held-out log-loss is taken seed by seed, and its mean has a 95 % interval (Student's t). Beside it stands the change by
-training in bf16, where there is a GPU: what a harmless change of arithmetic does. Speed is that of a whole training step,
-in bf16, compiled and replayed as a CUDA graph on a GPU, each variant in turn with the model as it was. Runs already in the
-results file are not repeated, so a later call may add seeds.
+Runs of a seed start from the same weights, as far as they share any, and see the same batches in the same order. The change of
+held-out log-loss is taken seed by seed, and its mean has a 95 % interval (Student's t). On a GPU the change by training in bf16
+is given too: it shows what a harmless change of arithmetic does. Speed is that of a whole training step (on a GPU in bf16,
+compiled and replayed as a CUDA graph), with each variant in turn with the model without Mods. Runs already in the results file
+are not repeated, so a later call may add seeds.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Job:
 
 
 def train_group(jobs: tuple[Job, ...]) -> list[dict[str, Any]]:
-    """The variants of one model on one seed, by one process: it reads the data once."""
+    """Train the variants of one model on one seed, in one process, which reads the data once."""
     rows = []
     for job in jobs:
         row = train_run(job.run)
@@ -80,7 +80,7 @@ def base_config(arguments: argparse.Namespace, setting: str, model: str, device:
 
 
 def variants_of(config: TrainConfig, device: torch.device) -> Iterator[tuple[Arm, str | None]]:
-    """Each variant, with the earlier one that makes the very same model of this one: it need not be trained again."""
+    """Each variant, and the earlier one that makes the very same model, if there is one: then it need not be trained again."""
     yield PLAIN, None
     if device.type == "cuda":
         yield IN_BF16, None
@@ -109,7 +109,7 @@ def planned_jobs(
 
 
 def measure_speed(results: GatheredResults, models: list[str], preset: str, device: torch.device, deadline: float) -> None:
-    """The step of each variant that is a model of its own, in turn with the step of the model as it was."""
+    """Time the step of each variant that is a model of its own, in turn with the step of the model without Mods."""
     precision = Precision.BF16 if device.type == "cuda" else Precision.FP32
     bench = ModelBench(device)
     for model in models:

@@ -1,13 +1,13 @@
-"""Serving on the CPU by a plan: INT8 where it pays, beside the same model in fp32, in one process and in turns.
+"""Serving on the CPU by a plan, with INT8 where it pays, beside the same model in fp32, in one process and in turns.
 
     python benchmarks/plan_cpu.py
 
-Each model is trained for a while under a Probe, as it is and with the Mods, measured, planned for serving and frozen. It runs
-the same batch as the model in fp32 without Mods, one after the other, so that a busy machine slows both alike; what counts is
-the median of the ratios. The change of log-loss is against the same weights in fp32, on held-out examples. "At most" is
-Amdahl's limit: how much faster the dense part, compiled, would be if its linear layers took no time at all. The preset's layers
-are 128 wide, and most of its time is spent elsewhere; the others are as it is, with wider layers. Compiled, casts become part
-of the norms and activations around them.
+Each model, as it is and with the Mods, is trained for a while under a Probe, measured, planned for serving and frozen. It and
+the model in fp32 without Mods run the same batch in turn, so that a busy machine slows both alike; what counts is the median of
+the ratios. The change of log-loss is against the same weights in fp32, on held-out examples. "At most" is Amdahl's limit: how
+much faster the dense part, compiled, would be if its linear layers took no time at all. The preset's layers are 128 wide, and
+most of its time is spent elsewhere; the other models are the preset with wider layers. Compiled, casts become part of the norms
+and activations around them.
 """
 
 import argparse
@@ -66,9 +66,8 @@ def measure_model(name: str, has_mods: bool, batch_size: int, steps: int, repeat
         loka.apply_mods(model.dense_part, example=model.dense_inputs(next(data.train(batch_size))))
     plan = planned(model, data, batch_size, steps)
     for one in (plain, model):
-        one.eval().requires_grad_(
-            False
-        )  # as freeze leaves the other: torch multiplies some operands differently with gradients
+        # As ``freeze`` leaves the planned model: torch multiplies some operands differently with gradients.
+        one.eval().requires_grad_(False)
     fast = copy.deepcopy(model)
     loka.apply_plan(fast.dense_part, plan)
     loka.freeze(fast.dense_part)
@@ -111,7 +110,7 @@ def planned(model: Recommender, data: Dataset, batch_size: int, steps: int) -> P
 
 @torch.no_grad()
 def time_in_turns(model: Recommender, fast: Recommender, batch: Batch, repeats: int) -> dict[str, float]:
-    """Median milliseconds of a pass, and the median of the ratios turn by turn: of the dense part, and of the whole model."""
+    """Median milliseconds of a pass, and the median of the ratios turn by turn, of the dense part and of the whole model."""
     inputs = (batch.dense_BD, *model.embeddings(batch))
     calls: dict[str, Callable[[], object]] = {
         "dense_fp32": lambda: model.dense_part(*inputs),

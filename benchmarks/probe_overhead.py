@@ -4,10 +4,10 @@
     python benchmarks/probe_overhead.py --models dlrm --preset tiny --rounds 3      # to try it
 
 A plain step, one under an idle Probe and a sampled one take turns on the same trainer, so that a machine that slows down
-slows all alike; the fastest of each counts. The overhead is that of a hundred steps, one of them sampled: by the parts, as if
-all that is learned from a sample had to be waited for, and on a GPU by the clock too, a hundred steps without a Probe and
-a hundred under one in turn, sixteen times, with a 95 % interval: a GPU's clock wanders by more than a Probe takes. Seconds are
-the clock's on a GPU, and those this process was busy on the CPU.
+slows all alike; the fastest of each counts. The overhead is that of a hundred steps, one of them sampled. It is computed from
+these parts, as if everything learned from a sample had to be waited for. On a GPU it is also measured by the clock: a hundred
+steps without a Probe in turn with a hundred under one, sixteen times, with a 95 % interval, since a GPU's clock wanders by more
+than a Probe takes. Seconds are the clock's on a GPU; on the CPU they are those that this process was busy.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from loka.train.trainer import Trainer
 
 FOLDER = Path(__file__).parent / "results"
 EVERY = 100
-SAMPLES = 16  # timed together: a Probe looks at some statistics at every second, fourth, eighth or sixteenth sample
+SAMPLES = 16  # timed together: a Probe looks at some statistics only at every second, fourth, eighth or sixteenth sample
 
 
 def measure_overhead(model: str, preset: str, batch_size: int, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -61,14 +61,14 @@ def measure_overhead(model: str, preset: str, batch_size: int, device: torch.dev
 
     steps = {"plain": lambda: trainer.step(batch), "idle": under(idle), "sampled": under(sampling)}
     first_s = seconds(steps["sampled"], device)
-    for step in steps.values():  # compilers; and the idle Probe's only sample, its first
+    for step in steps.values():  # compiles, and gets over the idle Probe's first sample, its only one
         for _ in range(2):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             times[name].append(sum(seconds(step, device) for _ in range(SAMPLES)) / SAMPLES)
-    fastest = {name: min(values) for name, values in times.items()}  # what else a machine does only adds to a step
+    fastest = {name: min(values) for name, values in times.items()}  # other work on the machine only adds to a step
     extra = max(0.0, fastest["sampled"] - fastest["plain"])
     probe_itself = _nothing_inside(idle, device)
     return {
@@ -87,7 +87,7 @@ def measure_overhead(model: str, preset: str, batch_size: int, device: torch.dev
 
 
 def _of_whole_runs(trainer: Trainer, batch: Any, device: torch.device) -> dict[str, Any]:
-    """By how much EVERY steps under a Probe, a sample among them, take longer than as many without, in percent."""
+    """By how many percent EVERY steps under a Probe, with one sample among them, take longer than as many without."""
     probe = Probe(trainer.model.dense_part, every=EVERY)
 
     def plain() -> None:
@@ -99,10 +99,10 @@ def _of_whole_runs(trainer: Trainer, batch: Any, device: torch.device) -> dict[s
             with probe.step():
                 trainer.step(batch)
 
-    for _ in range(2):  # the first sample is learned at once, and others as they come
+    for _ in range(2):  # the first sample is learned at once, later ones while steps go on
         probed()
     percents = []
-    gc.collect()  # what compilers left behind, which would else be looked through in the midst of a turn, for half a second
+    gc.collect()  # or what compilers left would be looked through in the middle of a turn, for half a second
     for turn in range(SAMPLES):
         order = (plain, probed) if turn % 2 else (probed, plain)
         taken_s = {run: seconds(run, device) for run in order}
@@ -112,7 +112,7 @@ def _of_whole_runs(trainer: Trainer, batch: Any, device: torch.device) -> dict[s
 
 
 def _nothing_inside(idle: Probe, device: torch.device, repeats: int = 1000) -> float:
-    """Seconds that an idle Probe takes of a step: too few to be seen in the difference of two steps."""
+    """Seconds that an idle Probe adds to a step, timed alone: too few to show in the difference of two steps."""
 
     def steps() -> None:
         for _ in range(repeats):

@@ -3,10 +3,10 @@
     python benchmarks/scaling.py                                    # 10 to 1000 sites of width 64, 10 of width 64 to 1024
     python benchmarks/scaling.py --sites 10 30 --widths 32 64       # to try it
 
-Towers of equal layers (Linear, LayerNorm, SiLU) are probed for a few training steps, measured and planned. Probing is timed
-as what a sampled step costs beyond one that is not; measuring by the whole call, with the kernels that have fast paths on the
-device. Seconds are the clock's on a GPU, and those this process was busy on the CPU. The slope is that of a straight line
-through log(time) over log(size), by least squares: 1 is linear.
+Towers of equal layers (Linear, LayerNorm, SiLU) are probed for a few training steps, measured and planned. The time of probing
+is what a sampled step takes beyond one that is not sampled; that of measuring is the whole call, with the kernels that have
+fast paths on the device. Seconds are the clock's on a GPU; on the CPU they are those that this process was busy. The slope is
+that of a straight line through log(time) over log(size), by least squares: 1 is linear.
 """
 
 import argparse
@@ -37,7 +37,7 @@ DEPTH = 10
 
 
 class Towers(nn.Module):
-    """Towers of up to ten layers side by side, so that sites are alike however many there are; their logits are added."""
+    """Towers of up to ten layers side by side, so that sites are alike however many there are. Their logits are added up."""
 
     def __init__(self, n_sites: int, width: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def measure_stages(n_sites: int, width: int, device: torch.device) -> dict[str, 
         with probe.step():
             step()
 
-    step(), probed_step()  # what the first of each costs once
+    step(), probed_step()  # the first of each has costs that come only once
     plain_s = statistics.median(seconds(step, device) for _ in range(5))
     probed_s = statistics.median(seconds(probed_step, device) for _ in range(5))
     made: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def measure_stages(n_sites: int, width: int, device: torch.device) -> dict[str, 
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """On a GPU by the clock; on the CPU those this process was busy, whatever else the machine does."""
+    """Seconds of ``call``: on a GPU by the clock; on the CPU those this process was busy, whatever else the machine does."""
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     begin = clock()
     call()
@@ -96,7 +96,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def slope(sizes: list[int], times: list[float]) -> float:
-    """Of log(time) over log(size), by least squares."""
+    """The slope of log(time) over log(size), by least squares."""
     x, y = [math.log(size) for size in sizes], [math.log(time_s) for time_s in times]
     return statistics.linear_regression(x, y).slope
 

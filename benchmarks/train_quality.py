@@ -4,7 +4,7 @@
 
 MovieLens-1M: would a user give four stars or more; random 90/10 split, one epoch, batch 2048. Criteo: the first 80 % of the
 file to train on and the last 20 % to test on, one epoch. Runs already in the results file are not repeated. Settings were
-chosen on other splits: MovieLens' on a different random one, Criteo's on the last 12.5 % of the training part.
+chosen on other splits: for MovieLens a different random one, for Criteo the last 12.5 % of the training part.
 """
 
 import argparse
@@ -27,8 +27,8 @@ SEEDS = (0, 1, 2)
 METRICS = ("log_loss", "ne", "auc", "calibration")
 GOALS = {"movielens": "log-loss ≤ 0.540", "criteo": "NE ≤ 0.838, one-hot logistic regression's"}
 
-# What all models of a data set share, and the width each has there. 64,000 rows of Criteo are few for a deep model: a
-# narrow and shallow one, small steps, and an id of its own for every category that training has seen.
+# What all models of a data set share, and the widths of each there. Criteo's 64,000 rows are few for a deep model. So models
+# are narrow and shallow, steps are small, and every category seen in training has an id of its own.
 SETTINGS: dict[str, dict] = {
     "movielens": {"preset": "small", "batch_size": 2048, "lr": 1e-3, "embedding_lr": 0.05, "warmup_steps": 20},
     "criteo": {

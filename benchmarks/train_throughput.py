@@ -1,10 +1,10 @@
-"""Samples a second of every model and preset, and where a training step's time goes: the map of what low precision can help.
+"""Samples a second of every model and preset, and where a training step's time goes: a map of what low precision can help.
 
     python benchmarks/train_throughput.py                          # on a GPU: bf16, compiled
     python benchmarks/train_throughput.py --device cpu             # fp32, eager, small models: to try the script
 
 Steps are whole: synthetic batches are made on the device, learned from, and counted in the metrics. A call that runs out of
-its time budget keeps what it has, and the same call again measures the rest.
+its time budget keeps what it has measured, and the same call again measures the rest.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def measure(model: str, preset: str, batch_size: int, device: torch.device) -> S
     with torch.device(device):  # first weights made in place: a large model's would take minutes on the CPU
         network = build_model(model, preset, data.schema)
     timed = 32 if on_cuda else 2
-    profiled = 16 if on_cuda else 1  # a GPU draws up to 16 batches at once: fewer steps might see none drawn, or all of them
+    profiled = 16 if on_cuda else 1  # on a GPU up to 16 batches are drawn at once: fewer steps might see none drawn, or all
     return profile_step(Trainer(network, config), data.train(batch_size), warmup=4, timed=timed, profiled=profiled)
 
 

@@ -12,7 +12,7 @@ import loka
 
 
 class ClickModel(nn.Module):
-    """Stands for your model: any nn.Module with linear layers."""
+    """In place of your model: any nn.Module with linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def batches(count: int, size: int = 512) -> list[Batch]:
-    """Stands for your data: clicks whose chance depends on the first dense feature."""
+    """In place of your data: clicks whose probability depends on the first dense feature."""
     dense = torch.randn(count, size, 13)
     clicked = torch.bernoulli(torch.sigmoid(2 * dense[..., 0] - 1))
     return list(zip(torch.randint(0, 1000, (count, size, 5)), dense, clicked, strict=True))
@@ -57,7 +57,7 @@ def main(run: str) -> None:
 
     record = probe.record()
     record.save(run)
-    survey = loka.measure(record, out=run)  # ← minutes for a large model, and once: plans are made from it again and again
+    survey = loka.measure(record, out=run)  # ← minutes for a large model, but only once: it serves any number of plans
     plan = loka.make_plan(survey, goal="serving")  # ← or goal="training"
     checked = loka.check_plan(model, plan, batches(4), loss=loss_of)  # ← the whole model; sites that harm it are given back
     print(checked)

@@ -40,8 +40,8 @@ app.command(bench.app)
 
 
 def main() -> None:
-    """Run the command line; a user's mistake or a full disk prints one message and exits with 1, never a traceback. Asked to
-    end, by SIGTERM, it stops as by Ctrl-C: what was done so far is kept."""
+    """Run the command line. A user's mistake or a full disk prints one message and exits with 1, never a traceback. SIGTERM
+    stops it as Ctrl-C does: what was done so far is kept."""
     signal.signal(signal.SIGTERM, _interrupt)
     warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # twenty lines of C++, for a CPU without products in bf16
     for stream in (sys.stdout, sys.stderr):
@@ -50,13 +50,13 @@ def main() -> None:
     try:
         app()
     except SystemExit as done:
-        if done.code:  # else it went well, as far as it was read
+        if done.code:  # otherwise all went well, if the output was read
             raise
-    except KeyboardInterrupt:  # in what does not say by itself how to go on
+    except KeyboardInterrupt:  # in a command that does not say itself how to continue
         print("\nstopped: run the same command again to continue with the rest", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except (LokaError, OSError) as error:
-        if not isinstance(error, BrokenPipeError) or is_read(sys.stdout):  # or nobody is left to tell
+        if not isinstance(error, BrokenPipeError) or is_read(sys.stdout):  # otherwise nobody reads the message
             print(f"loka: {error}", file=sys.stderr)
             sys.exit(1)
     finally:
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _flush() -> bool:
-    """Write what is left; whether somebody reads it. Where nobody does, Python is not to try once more."""
+    """Write what is left of the output, and return whether somebody reads it. If nobody does, keep Python from trying again."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

@@ -68,7 +68,7 @@ def gemm(
 
 
 def _with_nan(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity, and says null: of an error, or of the ratio of a signal to none."""
+    """The row with NaN for null: JSON has neither NaN nor infinity, which an error, or the SQNR of an exact product, may be."""
     return row | {"error": {name: math.nan if value is None else value for name, value in row.get("error", {}).items()} or None}
 
 
@@ -95,7 +95,7 @@ def _summary(rows: "list[GemmMeasurement]", baseline: str) -> str:
 
 
 def _per_shape(rows: "list[GemmMeasurement]", baseline: str, role: Role) -> str:
-    """One line a shape: the baseline in µs, and each kernel as casts + GEMM = whole."""
+    """One line a shape, with each kernel's casts, GEMM and whole in µs."""
     from loka.core.results import markdown_table
 
     kernels = [k for k in dict.fromkeys(row.kernel for row in rows) if _paired(rows, baseline, k, role)]

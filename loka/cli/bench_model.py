@@ -64,7 +64,7 @@ def model(
     if unknown := [name for name in wanted if name not in ARMS]:
         raise UnknownName(f"no arm is called {unknown[0]!r}. Known: {', '.join(ARMS)}")
     for kernel in kernels or ():
-        KERNELS.get(kernel)  # or its absence would be written down as the failure of an arm
+        KERNELS.get(kernel)  # an unknown one is refused here, not written down as the failure of an arm
     gathered = gathered_results("model", where, out, results)
     bench = ModelBench(where, timed_steps=timed_steps, surveys=surveys, kernels=kernels)
     begin = time.monotonic()

@@ -52,7 +52,7 @@ def quality(
     require_count("--parallel", parallel)
     where = device_named(device)
     for kernel in kernels or ():
-        KERNELS.get(kernel)  # an unknown one is told of before hours of training
+        KERNELS.get(kernel)  # an unknown one is refused here, before hours of training
     paths = {name: path for name, path in (("movielens", movielens), ("criteo", criteo)) if path}
     at_hand = [name for name, config in SETTINGS.items() if config.data == "synthetic" or config.data in paths]
     given = {"model": model, "preset": preset, "steps": steps, "batch_size": batch_size}

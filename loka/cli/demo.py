@@ -32,7 +32,7 @@ def demo(
     from loka.train.demo import Stage, has_begun, run_demo
     from loka.train.demo_settings import settings_for
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler would print its own beginnings and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler would print when it starts and stops
     where = device_named(device)
     begin = time.monotonic()
     stage = Stage(lambda line: print(line, flush=True), steps.for_this_output, pieces.for_this_output)

@@ -1,4 +1,4 @@
-"""What benchmarks that gather results share: rows are written as they are measured, and the same call again goes on."""
+"""What benchmarks that gather results share: rows are written as they are measured, and the same call again continues."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -24,7 +24,7 @@ def gathered_results(name: str, where: "torch.device", out: str, results: Path |
 
 
 def refuse_empty(**options: list[Any] | None) -> None:
-    """An option that takes names, and was given none: nothing, or all, is hardly what was meant."""
+    """Refuse an option that takes names but was given none: neither nothing nor all is likely to be meant."""
     for name, given in options.items():
         if given == []:
             raise InvalidInput(f"--{name.replace('_', '-')} takes at least one: name it, or leave the option out")
@@ -37,6 +37,6 @@ def typed_rows(gathered: GatheredResults, kind: type[Row]) -> list[Row]:
 
 
 def finish(gathered: GatheredResults, tables: str, *, shown: str | None = None) -> None:
-    """Print ``shown``, all of ``tables`` if not given, and where all of them are."""
+    """Write ``tables`` beside the results; print ``shown``, or all of them if that is not given, and where they are."""
     print(tables if shown is None else shown)
     print(f"wrote {gathered.write_markdown(tables)} and {gathered.json_path}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from loka.measure.gemm import GemmMeasurement
 
 
-COPIES = 3  # in float64, of each tensor: a weight is rotated, operands are kept beside it, and the reference is computed
+COPIES = 3  # of each tensor, in float64: a weight's rotated copies, operands beside it, and the reference take about so much
 
 
 def kernels(
@@ -102,7 +102,8 @@ def _measure(site: SiteShape, where: "torch.device", *, as_json: bool) -> None:
 
 
 def _require_memory(site: SiteShape, where: "torch.device") -> None:
-    """A machine that gives out memory which it does not have kills what then uses it, and whoever is beside it."""
+    """Refuse a shape that needs too much memory: a machine may grant memory that it does not have, then kill the process that
+    uses it, and others."""
     from loka.kernels.device import free_bytes
 
     free, needed = free_bytes(where), 8 * COPIES * (site.m * site.k + site.n * site.k + site.m * site.n)

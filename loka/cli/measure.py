@@ -58,7 +58,7 @@ def _print(survey: "Survey") -> None:
 
 
 def _table(survey: "Survey") -> Table:
-    """A site a line, a role a column: of the timed kernels within the usual error the one with the fastest GEMM."""
+    """A site a line, a role a column, holding the fastest GEMM among the timed kernels within the usual error."""
     environment = survey.document.environment
     header = ["site", "rows×in×out", *Role]
     title = f"Per role: the fastest GEMM with {GATE} up to {MAX_ERROR}, its speed-up without casts, and its error"

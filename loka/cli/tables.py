@@ -14,7 +14,7 @@ TEXT_COLUMNS = ("site", "block", "notes", "kernel", "role", "roles", "operands (
 
 
 def plain_table(title: str, columns: list[str]) -> Table:
-    """No frames; text to the left and folded where the table is too wide, numbers to the right and whole."""
+    """A table without frames. Text is to the left, and folded if the table is too wide; numbers are to the right and whole."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         is_text = column in TEXT_COLUMNS
@@ -23,7 +23,7 @@ def plain_table(title: str, columns: list[str]) -> Table:
 
 
 def console() -> Console:
-    """Standard output; where it is no terminal, wide enough that tables are whole. Brackets are text: a pattern, a shape."""
+    """Standard output; if it is no terminal, wide enough for whole tables. Brackets are text, as in a pattern, not markup."""
     return Console(width=None if is_terminal(sys.stdout) else 200, markup=False)
 
 
@@ -32,7 +32,7 @@ def microseconds(time_us: float) -> str:
 
 
 def grouped_reasons(refusals: Iterable[tuple[str, Role | None, str]]) -> list[tuple[str, str]]:
-    """(kernels, reason) with each reason once; a kernel's roles are named where the reason is not all of theirs."""
+    """(kernels, reason) with each reason once. A kernel's roles are named if the reason does not hold for all of them."""
     roles: dict[tuple[str, str], set[Role | None]] = {}
     for kernel, role, reason in refusals:
         roles.setdefault((reason, kernel), set()).add(role)

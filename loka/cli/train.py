@@ -67,7 +67,7 @@ def _applied(result: "TrainResult") -> str:
 
 
 def _value(text: Option) -> Option:
-    """A model's option as it was meant: a number, a tuple written ``[64,32]``, or text."""
+    """A model's option, parsed: a number, a tuple written as ``[64,32]``, or text."""
     try:
         return msgspec.json.decode(str(text), type=int | float | tuple[int, ...])
     except msgspec.DecodeError:
@@ -84,5 +84,5 @@ def _print_summary(config: TrainConfig, result: "TrainResult") -> None:
     if config.plan:
         print(f"  by {config.plan}: {_applied(result)}")
     print(f"  {config.out}/metrics.jsonl  {config.out}/summary.json  {config.out}/checkpoints/")
-    if not config.decay_steps:  # the line down to 0 would begin elsewhere
+    if not config.decay_steps:  # with it, a longer run would begin the decay elsewhere
         print(f"To continue training: the same command with --resume and --steps above {result.steps}")

@@ -34,7 +34,7 @@ class Batch:
     multihot_BGS: Tensor | None = None  # int64, PADDING where a bag is shorter
     sequence_BL: Tensor | None = None  # int64, oldest first, PADDING in front where a history is shorter
     times_BL: Tensor | None = None  # float32, seconds before the example's own time; 0 at PADDING
-    teacher_logit_B: Tensor | None = None  # float32, where labels were drawn from known log-odds: the best any model can say
+    teacher_logit_B: Tensor | None = None  # float32, the log-odds that labels were drawn from, if known: the best prediction
 
     def __len__(self) -> int:
         return self.label_B.shape[0]

@@ -1,7 +1,7 @@
 """The Criteo Display Advertising set: a TSV of any length, streamed in bounded memory and parsed by several threads.
 
-A line holds the label, 13 counts and 26 categories, any of which but the label may be empty, which is kept as missing: NaN,
-or an id of its own. Rows are in time order, so the first part is trained on and the last tested on.
+A line holds the label, 13 counts and 26 categories. All but the label may be empty, and are then kept as missing: NaN, or an id
+of its own. Rows are in time order, so the first part is trained on and the last tested on.
 
 Axes:  N rows,  D = 13 counts,  F = 26 categories.
 """
@@ -31,12 +31,12 @@ Result = TypeVar("Result")
 
 
 class IdForm(StrEnum):
-    HASHED = "hashed"  # into ``buckets`` for each feature: nothing to learn beforehand
-    COUNTED = "counted"  # a vocabulary from the training part, read through once when the set is opened
+    HASHED = "hashed"  # into ``buckets`` for each feature: needs no pass over the data
+    COUNTED = "counted"  # by a vocabulary of the training part, which is read through once when the set is opened
 
 
 class CriteoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How rows become examples, and how the file is read; ``threads`` and ``block_bytes`` change the speed alone."""
+    """How rows become examples, and how the file is read. ``threads`` and ``block_bytes`` change nothing but the speed."""
 
     ids: IdForm = IdForm.HASHED
     buckets: int = 65_536
@@ -151,14 +151,14 @@ class Criteo:
         return rows
 
     def _count_rows(self) -> Integers:
-        """The number of rows before each block, and in the end of all."""
+        """The number of rows before each block, and at the end the number of all."""
         if self.options.skip_bad_rows:
-            # Which lines are bad must be known before: the split and the place of a resumed run count good rows.
+            # Bad lines must be known beforehand: the split, and the place of a resumed run, count good rows alone.
             n_rows = [len(rows) for rows in map_in_order(self._parse, self._blocks, self.options.threads)]
             if not sum(n_rows):
                 raise InvalidFile(f"{self._blocks[0].path} has no line that can be read. {WHAT_IS_EXPECTED}")
         else:
-            self._parse(self._blocks[0])  # a foreign file is refused when it is opened
+            self._parse(self._blocks[0])  # so that a file of another kind is refused here
             n_rows = [block.n_lines for block in self._blocks]
         return np.cumsum([0, *n_rows])
 

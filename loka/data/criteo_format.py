@@ -1,4 +1,4 @@
-"""Lines of the Criteo Display Advertising TSV: what they hold, how a block of them is parsed, what is wrong with a bad one.
+"""Lines of the Criteo Display Advertising TSV: what they hold, parsing a block of them, and what is wrong with a bad one.
 
 Axes:  N rows,  C columns,  D = 13 counts,  F = 26 categories.
 """
@@ -20,7 +20,7 @@ WHAT_IS_EXPECTED = (
 
 @dataclass(frozen=True)
 class ParsedRows:
-    """Values as the file has them, categories as 64-bit keys."""
+    """Counts as they are in the file, and categories as 64-bit keys."""
 
     label_N: NDArray[np.float32]
     count_ND: NDArray[np.float32]  # NaN: missing
@@ -49,7 +49,7 @@ def parse_rows(lines: bytes) -> tuple[ParsedRows, Integers]:
 
 
 def explain_bad_line(line: bytes, *, is_cut_off: bool) -> tuple[int, str]:
-    """The column, counted from 1, in which a line that ``parse_rows`` refuses goes wrong, and how."""
+    """Where a line that ``parse_rows`` refuses goes wrong (a column, counted from 1), and how."""
     values = line.split(b"\t")
     for column, value in enumerate(values[: len(COLUMNS)], 1):
         text = value.decode("ascii", "backslashreplace")

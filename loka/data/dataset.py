@@ -20,7 +20,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 class Dataset(Protocol):
-    """Labelled examples in batches: an endless training stream, and a held-out part that is read once through."""
+    """Labelled examples in batches: an endless training stream, and a held-out part to be read through once."""
 
     @property
     def schema(self) -> FeatureSchema: ...
@@ -31,7 +31,7 @@ class Dataset(Protocol):
         ...
 
     def batches_per_epoch(self, batch_size: int) -> int | None:
-        """How many training batches pass before examples come round again; None where they never do."""
+        """How many training batches there are before examples come again; None where they never do."""
         ...
 
     def train(self, batch_size: int, *, start: int = 0) -> Iterator[Batch]:
@@ -45,7 +45,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """How a kind of data set is opened: its options, and what makes it from (path, seed, device, options)."""
+    """How a kind of data set is opened: the class of its options, and a function of (path, seed, device, options)."""
 
     options: type[msgspec.Struct]
     open: Callable[[Path | None, int, torch.device, Any], Dataset]
@@ -57,7 +57,7 @@ DATASETS: Registry[Source] = Registry("data set", "loka.data")
 def open_dataset(
     name: str, *, path: str | Path | None = None, seed: int = 0, device: torch.device | str = "cpu", **options: object
 ) -> Dataset:
-    """Open a data set of ``DATASETS``; ``seed`` rules the order of its training examples.
+    """Open a data set of ``DATASETS``; ``seed`` decides the order of its training examples.
 
     ``options`` are the fields of the set's options class, e.g. ``dense="raw"``.
     """
@@ -71,7 +71,7 @@ def open_dataset(
 def parse_options(name: str, options_type: type[Options], options: Mapping[str, object]) -> Options:
     """Make ``options_type`` from a mapping; a name or value it does not take is refused, listing the names it takes.
 
-    Numbers may come as text, lists and nested options as JSON text, as they do from a command line.
+    As from a command line, numbers may come as text, and lists and nested options as JSON text.
     """
     decoded = {option: _from_json(name, option, value) for option, value in options.items()}
     _check_names(f"data set {name!r}", options_type, decoded)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class DenseForm(StrEnum):
-    LOG = "log"  # sign(x)·log(1 + |x|): tame, and what most models are fed
+    LOG = "log"  # sign(x)·log(1 + |x|): tame, and what most models get
     RAW = "raw"  # as counted: heavy-tailed over many binades
 
     def apply(self, count: Tensor) -> Tensor:

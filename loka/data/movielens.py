@@ -1,8 +1,8 @@
 """MovieLens-1M: would the user give the movie four stars or more?
 
 A row's features come from facts that never change, from what the user and others had rated strictly before, and from the
-labels of *training* rows strictly before; never from its own label, a later one, or that of any test row. Under the random
-split a history may name movies whose rating by the user is a test row: that they were rated is known, how is not.
+labels of *training* rows strictly before; never from its own label, a later one, or that of any test row. With the random
+split, a history may contain movies whose rating by the user is a test row: it shows that they were rated, not how.
 
 Axes:  N ratings by user and then by time,  B examples,  D dense features,  F one-hot features,  S genres,  L history.
 """
@@ -35,7 +35,7 @@ class Split(StrEnum):
 class MovielensOptions(msgspec.Struct, frozen=True, kw_only=True):
     split: Split = Split.RANDOM
     test_fraction: float = 0.1
-    split_seed: int = 0  # apart from the order's own seed: runs over several seeds are tested on the same rows
+    split_seed: int = 0  # not the seed of the order, so that runs over several seeds are tested on the same rows
     sequence_length: int = 32
     dense: DenseForm = DenseForm.LOG
     skip_bad_rows: bool = False

@@ -30,13 +30,13 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Users:
-    """What is known of each user. All but ``number_U`` count from 0 in the order of the values that occur."""
+    """What is known of each user. All but ``number_U`` are places, from 0, among the sorted values that occur."""
 
     number_U: Integers  # as in the file, sorted
     gender_U: Integers
     age_U: Integers
     occupation_U: Integers
-    region_U: Integers  # by the first two digits of the zip code
+    region_U: Integers  # by the first two characters of the zip code
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _check_is_folder(folder: Path) -> None:
 def _read_ratings(path: Path, users: Users, movies: Movies, skip_bad_rows: bool) -> tuple[Ratings, int]:
     def parse(block: Block) -> tuple[Integers, int]:
         lines = block.read()
-        # The field parser splits at tabs. A tab of the file's own becomes a byte that it refuses.
+        # The field parser splits at tabs. A tab that is in the file already becomes a byte that the parser refuses.
         fields, bad_lines = find_fields(lines.replace(b"\t", b"\0").replace(b"::", b"\t"), len(_RATING_COLUMNS))
         value_NC, bad_NC = parse_integers(fields)
         bad_N = (bad_NC | (fields.length_NC == 0)).any(1) | (value_NC[:, 2] < 1) | (value_NC[:, 2] > 5) | (value_NC[:, 3] < 0)
@@ -108,7 +108,7 @@ def _read_ratings(path: Path, users: Users, movies: Movies, skip_bad_rows: bool)
 
 
 def _explain_bad_rating(path: Path, line: int, text: bytes, users: Users, movies: Movies) -> NoReturn:
-    """Raise what is wrong with a line that the block parser refuses."""
+    """Raise an error that says what is wrong with a line that the block parser refuses."""
 
     def check(fields: list[str]) -> None:
         user, movie, rating, time = (_integer(fields, column) for column in range(1, 5))
@@ -131,7 +131,7 @@ def _explain_bad_rating(path: Path, line: int, text: bytes, users: Users, movies
 def _read_records(
     path: Path, columns: tuple[str, ...], parse: Callable[[list[str]], Record], skip_bad_rows: bool
 ) -> tuple[list[Record], int]:
-    """Every line of a small file as ``parse`` makes it of its fields, and how many lines it could not."""
+    """What ``parse`` makes of the fields of every line of a small file, and how many lines it refuses."""
     *lines, cut_off = path.read_bytes().split(b"\n")
     records: list[Record] = []
     n_bad = 0
@@ -209,7 +209,7 @@ def _make_movies(rows: list[tuple[int, int, list[str]]]) -> Movies:
 
 
 def _places(values: tuple[object, ...]) -> Integers:
-    """Each value's place among the distinct ones."""
+    """Each value's place among the distinct values, sorted."""
     return np.unique(np.array(values), return_inverse=True)[1]
 
 

@@ -1,4 +1,4 @@
-"""What was known at the time of a rating: dense features that look back only, and at the labels of training rows only.
+"""What was known at the time of a rating: dense features that look only back, and only at labels of training rows.
 
 Axes:  N ratings,  D dense features.
 """
@@ -13,7 +13,7 @@ _SECONDS_A_YEAR = 365.2425 * _SECONDS_A_DAY
 
 
 def earlier_in_group(group_N: Integers, time_N: Integers) -> tuple[Integers, Integers]:
-    """For rows sorted by group and time: where the rows of the same group that are strictly earlier begin and end."""
+    """For rows sorted by group and time: where each row's strictly earlier rows of the same group begin and end."""
     new_group_N = np.append(True, group_N[1:] != group_N[:-1])
     new_time_N = new_group_N | np.append(True, time_N[1:] != time_N[:-1])
     place_N = np.arange(len(group_N))
@@ -44,7 +44,7 @@ def earlier_count(group_N: Integers, time_N: Integers) -> Integers:
 def dense_features(
     user_N: Integers, movie_N: Integers, time_N: Integers, label_N: Flags, is_train_N: Flags, year_N: Integers
 ) -> tuple[NDArray[np.float32], Flags]:
-    """Dense features of rows sorted by user and time, and which of them are counts or durations."""
+    """Dense features of rows that are sorted by user and time, and which features are counts or durations."""
     start_N, stop_N = earlier_in_group(user_N, time_N)
     has_past_N = stop_N > start_N
     since_last_N = np.where(has_past_N, time_N - time_N[np.maximum(stop_N - 1, 0)], np.nan)

@@ -1,8 +1,8 @@
 """An endless click stream whose labels come from a hidden teacher, so that the best possible log-loss is known.
 
-Ids follow Zipf's law, dense features are counts over many binades (some missing), bags and sequences vary in length, and
-what the stream is like may drift. Batch i depends on the seed, i, the batch size and the kind of device alone, and is made
-where it is used: on the GPU without a host sync.
+Ids follow Zipf's law, dense features are counts over many binades (some missing), bags and sequences vary in length, and the
+stream may drift. Batch i depends on nothing but the seed, i, the batch size and the kind of device. It is made where it is
+used: on the GPU without a host sync.
 
 Axes:  B examples,  D dense features,  and those of ``batch``.
 """
@@ -25,7 +25,7 @@ from loka.data.synthetic_features import FeatureLaw, draw_feature_law
 from loka.data.synthetic_teacher import calibrate, draw_teacher
 
 CALIBRATION_EXAMPLES = 65_536
-# A GPU is launched into about a hundred times whatever the size, so there consecutive batches are drawn together.
+# Drawing takes about a hundred launches on a GPU, whatever the size: there consecutive batches are drawn together.
 EXAMPLES_AT_ONCE = {"cuda": 32_768}
 _DEFAULT_VOCABULARIES = tuple(round(10 * 10_000 ** (f / 25)) for f in range(26))  # 10 to 100 000, evenly in the logarithm
 
@@ -33,7 +33,7 @@ _DEFAULT_VOCABULARIES = tuple(round(10 * 10_000 ** (f / 25)) for f in range(26))
 class Drift(msgspec.Struct, frozen=True):
     """What changes as the stream goes on, by training step; nothing by default."""
 
-    popularity_ids_per_step: float = 0.0  # ids move up this many ranks a step, the most popular one falling to the end
+    popularity_ids_per_step: float = 0.0  # ids rise this many ranks a step, and the most popular falls to the end
     teacher_steps: float = 0.0  # after this many steps the teacher's weights are wholly new; 0: never
     scale_at: int = 0  # the step from which ``scale_features`` are counted in another unit
     scale_features: tuple[int, ...] = ()
@@ -50,14 +50,14 @@ class SyntheticOptions(msgspec.Struct, frozen=True, kw_only=True):
     sequence_size: int = 20_000
     sequence_length: int = 32
     zipf: float = 1.2  # the id of rank k has a share ∝ k^-zipf
-    missing: float = 0.1  # mean share of missing values; features differ from none to twice that
+    missing: float = 0.1  # mean share of missing values; a feature's own is between none and twice that
     base_rate: float = 0.03
     first_order: float = 1.0  # standard deviation of each order's part of the logit
     second_order: float = 0.9
     third_order: float = 0.7
     dense: DenseForm = DenseForm.LOG
     test_examples: int = 65_536
-    teacher_seed: int = 0  # apart from the stream's own seed: runs over several seeds learn the same function
+    teacher_seed: int = 0  # not the stream's seed, so that runs over several seeds learn the same function
     drift: Drift = Drift()
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class SyntheticOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Synthetic:
-    """The stream of ``options``; every batch carries the teacher's logits, against which a model can be judged.
+    """The stream that ``options`` describe. Every batch has the teacher's logits, with which a model can be compared.
 
     ``best_logloss`` is what the teacher itself scores in the long run, before any drift.
     """
@@ -128,14 +128,14 @@ class Synthetic:
             done = 0
 
     def test(self, batch_size: int, *, step: int = 0) -> Iterator[Batch]:
-        """``test_examples`` examples that training never sees, drawn as the stream is at ``step``."""
+        """``test_examples`` examples that training never sees, from the stream as it is at ``step``."""
         check_batch_size(batch_size)
         for index, first in enumerate(range(0, self.options.test_examples, batch_size)):
             yield self._draw(2 * index + 1, min(batch_size, self.options.test_examples - first), range(step, step + 1))
 
     def _draw(self, position: int, batch_size: int, steps: range) -> Batch:
         """The batches of ``steps``, one behind the other, from the random numbers of ``position``."""
-        # A caller may ask for batches inside its own autocast: the teacher must not become less precise by that.
+        # A caller may ask for batches inside its own autocast, which must not make the teacher less precise.
         with torch.autocast(self._device.type, enabled=False):
             n = batch_size * len(steps)
             generator = torch.Generator(self._device).manual_seed(batch_seed(self._seed, position))
@@ -163,15 +163,15 @@ class Synthetic:
 
 
 def expected_logloss(logit: Tensor) -> Tensor:
-    """Log-loss to expect from the probabilities labels are drawn from: their entropy, in float64."""
+    """The log-loss to expect where labels are drawn from these log-odds: the entropy of their probabilities, in float64."""
     logit = logit.double()
     return functional.softplus(logit) - torch.sigmoid(logit) * logit
 
 
 def batch_seed(seed: int, position: int) -> int:
-    """32 bits, all that torch's CPU generator uses of a seed; no two positions of a stream share them.
+    """A seed of 32 bits, all that torch's CPU generator uses of one; no two positions of a stream get the same.
 
-    Murmur3's finalizer is a bijection, so neighbours are far apart and still distinct.
+    Murmur3's finalizer is a bijection, so neighbours get seeds that are far apart and still distinct.
     """
     bits = (_mix32(seed) + position) & 0xFFFFFFFF
     return _mix32(bits)

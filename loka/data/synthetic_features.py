@@ -28,9 +28,9 @@ class DrawnFeatures:
 
 @dataclass(frozen=True)
 class ZipfLaw:
-    """Ids of several features, each id k of V with the share ∫ x^-exponent dx over [k+1, k+2]: Zipf's law, smoothed.
+    """Ids of several features. The share of id k of V is ∝ ∫ x^-exponent dx over [k+1, k+2]: Zipf's law, smoothed.
 
-    The integral has an inverse in closed form, so that uniform numbers become ids of any vocabulary without a table.
+    The integral has an inverse in closed form, so uniform numbers become ids of any vocabulary without a table.
     """
 
     sizes: tuple[int, ...]
@@ -40,13 +40,13 @@ class ZipfLaw:
 
     @classmethod
     def of(cls, sizes: tuple[int, ...], exponent: float, device: torch.device) -> "ZipfLaw":
-        if exponent == 1:  # the limit is a logarithm; this close to it nobody can tell the difference
+        if exponent == 1:  # there the integral is a logarithm; so close to it nobody can tell the difference
             exponent = 1 + 1e-4
         span_F = [math.expm1(math.log(size + 1) * (1 - exponent)) for size in sizes]
         return cls(sizes, exponent, torch.tensor(sizes, device=device), torch.tensor(span_F, device=device))
 
     def ids(self, uniform: Tensor, *, shift_B: Tensor | None = None) -> Tensor:
-        """Ids from uniform numbers with axes B, F and any others; with a shift the k-th most popular id is k + shift."""
+        """Ids from uniform numbers with axes B, F and any others. With a shift the k-th most popular is (k + shift) mod V."""
         others = [1] * (uniform.dim() - 2)
         size, span = self.size_F.view(-1, *others), self.span_F.view(-1, *others)
         rank = torch.exp(torch.log1p(uniform * span) / (1 - self.exponent)).long() - 1
@@ -104,14 +104,14 @@ class FeatureLaw:
         return log_BD.exp().floor().masked_fill(missing_BD, math.nan)
 
     def _times(self, generator: torch.Generator, n: int) -> Tensor:
-        """Seconds before now, oldest first: exponential gaps at a pace that differs widely between examples."""
+        """Seconds before now, oldest first: gaps are exponential, at a pace that differs widely between examples."""
         pace_B1 = torch.randn(n, 1, generator=generator, device=generator.device).exp() * MEAN_GAP_SECONDS
         gap_BL = -torch.log1p(-_uniform(generator, n, self.sequence_length))
         return (gap_BL.cumsum(1) * pace_B1).flip(1)
 
 
 def draw_feature_law(seed: int, schema: FeatureSchema, *, zipf: float, missing: float, device: torch.device) -> FeatureLaw:
-    """Laws for the features of ``schema``. What is random in them is drawn on the CPU: the same for every device."""
+    """Laws for the features of ``schema``. What is random in them is drawn on the CPU, so it is the same for every device."""
     level_D, spread_D, activity_D, missing_D = torch.rand(4, schema.n_dense, generator=torch.Generator().manual_seed(seed))
     return FeatureLaw(
         onehot=ZipfLaw.of(schema.onehot_sizes, zipf, device),

@@ -1,13 +1,13 @@
 """The hidden function that labels the synthetic stream: first-, second- and third-order effects of latent vectors.
 
 Every feature is a field with a latent vector of width R: an id's own vector, the sum over a bag, the recency-weighted sum
-over the sequence (both brought to an id's scale), a dense feature's direction times its standardized logarithm. With x the
+over the sequence (both scaled to vary as one id does), a dense feature's direction times its standardized logarithm. With x the
 fields one behind the other, and its halves and thirds multiplied element by element,
 
     logit = bias + s₁·⟨a, x⟩ + s₂·⟨b, x_half1 ⊙ x_half2⟩ + s₃·⟨c, x_third1 ⊙ x_third2 ⊙ x_third3⟩
 
-so that each field meets one partner in a pair and two in a triple. Latent vectors have mean zero over the stream: where
-fields are independent, no order can be expressed by lower ones.
+so that each field meets one partner in a pair and two in a triple. Latent vectors have mean zero over the stream. So where
+fields are independent, effects of one order cannot be expressed by those of lower orders.
 
 Axes:  B examples,  D dense features,  F one-hot features,  G bags,  S ids in a bag,  L steps of the sequence,  V ids,
        R latent width,  X = R times the number of fields.
@@ -39,7 +39,7 @@ class Teacher:
     sequence_VR: Tensor | None
     dense_DR: Tensor
     missing_DR: Tensor
-    present_DR: Tensor  # what a value that is not missing adds, to keep the mean at zero
+    present_DR: Tensor  # added for a value that is not missing, to keep the mean at zero
     log_mean_D: Tensor
     log_std_D: Tensor
     first_X: tuple[Tensor, Tensor]  # weights at first, and those they turn to as the teacher drifts
@@ -49,7 +49,7 @@ class Teacher:
     bias: float = 0.0
 
     def logits(self, features: DrawnFeatures, *, turn_B: Tensor | None = None) -> Tensor:
-        """Log-odds of a click; ``turn_B`` is the angle by which the teacher has drifted, π/2 being wholly new weights."""
+        """Log-odds of a click. ``turn_B`` is the angle by which the teacher has drifted; at π/2 its weights are wholly new."""
         first_B, second_B, third_B = self.orders(features, turn_B=turn_B)
         s1, s2, s3 = self.order_scale
         return self.bias + s1 * first_B + s2 * second_B + s3 * third_B
@@ -86,7 +86,7 @@ class Teacher:
 
 
 def draw_teacher(seed: int, law: FeatureLaw) -> Teacher:
-    """A random teacher on the CPU, not yet calibrated; the popularity of ids centres the latent vectors of their feature."""
+    """A random teacher on the CPU, not yet calibrated. Latent vectors of a feature are centred by the popularity of its ids."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -156,14 +156,15 @@ def _bias_for(logit_B: Tensor, base_rate: float) -> float:
 
 
 def _weighted_sum(table_VR: Tensor, ids_BS: Tensor, weight_BS: Tensor) -> Tensor:
-    """Sum of the ids' vectors with the weights' squares adding to one, so that it varies as one id's does; zero if empty."""
+    """The sum of the ids' vectors, with weights scaled so that their squares add to one: it varies as one id's vector does.
+    Zero if empty."""
     norm_B1 = weight_BS.square().sum(1, keepdim=True).sqrt()
     share_BS = weight_BS / norm_B1.clamp_min(1e-30)
     return functional.embedding_bag(ids_BS.clamp_min(0), table_VR, per_sample_weights=share_BS, mode="sum")
 
 
 def _weigh(x_BX: Tensor, weights: tuple[Tensor, Tensor], turn_B: Tensor | None) -> Tensor:
-    """x·w, with w turned from the first weights towards the second, which keeps its variance."""
+    """x·w, with w turned from the first weights towards the second: turning keeps the variance."""
     at_first_X, later_X = weights
     if turn_B is None:
         return x_BX @ at_first_X

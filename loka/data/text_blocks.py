@@ -1,4 +1,4 @@
-"""A text file of any length in blocks of whole lines, worked on by several threads and handed on in order."""
+"""A text file of any length in blocks of whole lines, which several threads work on and which are handed on in order."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ class Block:
 def cut_into_blocks(path: Path, block_bytes: int) -> list[Block]:
     """Blocks of at most ``block_bytes`` that end where lines do. Reads the file through once, one block at a time.
 
-    A last line without a newline is a line all the same; it ends the last block.
+    A last line without a newline counts as a line, and ends the last block.
     """
     blocks: list[Block] = []
     offset = line = 0

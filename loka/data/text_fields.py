@@ -1,7 +1,7 @@
-"""Numbers and keys out of delimited text, whole blocks of rows at a time: no Python object is made for a field.
+"""Numbers and keys out of delimited text, whole blocks of rows at a time, without making a Python object for a field.
 
-A field of up to eight bytes is read as one unaligned 64-bit word and worked on with word arithmetic, which NumPy does
-for all fields at once and without the interpreter lock.
+Eight bytes of a field are read as one unaligned 64-bit word and worked on by word arithmetic, which NumPy does for all fields
+at once and without the interpreter lock.
 
 Axes:  N rows,  C columns.
 """
@@ -25,8 +25,8 @@ def _every_byte(byte: int) -> np.uint64:
     return np.uint64(byte * 0x0101010101010101)
 
 
-# Of a word whose last n bytes count: the mask that keeps them, and zeros (as digits) to put in front. The last byte in
-# memory is the highest of a little-endian word.
+# By n: the mask that keeps the last n bytes of a word, and the digits "0" to put in front of them. The last byte in memory is
+# the highest of a little-endian word.
 _KEEP_LAST = np.array([(2**64 - 1) ^ (2 ** (64 - 8 * n) - 1) for n in range(_WORD + 1)], np.uint64)
 _ZEROS_FIRST = ~_KEEP_LAST & _every_byte(ord("0"))
 _KEEP_FIRST = np.array([2 ** (8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
@@ -36,7 +36,7 @@ _KEEP_FIRST = np.array([2 ** (8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
 class Fields:
     """Where the fields of N rows lie in a block of text."""
 
-    words: Words  # words[i] is the eight bytes of text from i - 8 on, so that fields at either edge can be read whole
+    words: Words  # words[i] holds the eight bytes of text from i - 8 on, so that fields at either edge can be read whole
     start_NC: Integers
     stop_NC: Integers
 
@@ -72,7 +72,7 @@ def find_fields(block: bytes, n_columns: int) -> tuple[Fields, Integers]:
 
 
 def parse_integers(fields: Fields) -> tuple[Integers, Flags]:
-    """Values of integer fields, 0 where a field is empty, and which fields are neither an integer nor empty."""
+    """The values of integer fields, 0 for an empty field, and which fields are neither empty nor an integer."""
     negative = (fields.words[fields.start_NC + _WORD] & np.uint64(0xFF)) == ord("-")
     negative &= fields.length_NC > 0
     length = fields.length_NC - negative
@@ -108,7 +108,7 @@ def _eight_digits(words: Words, stop: Integers, length: Integers) -> tuple[Integ
     """The number in the ``length`` digits before ``stop``, and whether they all are digits."""
     word = (words[stop] & _KEEP_LAST[length]) | _ZEROS_FIRST[length]
     digits = word - _every_byte(ord("0"))
-    # A byte outside "0".."9" sets its top bit in one of the two: by borrowing below "0", by carrying above "9".
+    # A byte outside "0".."9" has its top bit set in one of the two: below "0" by borrowing, above "9" by carrying.
     valid = (((word + _every_byte(0x80 - ord("9") - 1)) | digits) & _every_byte(0x80)) == 0
     pairs = digits * np.uint64(10) + (digits >> np.uint64(8))  # every other byte: a number of two digits
     mask = np.uint64(0x000000FF000000FF)

@@ -10,7 +10,7 @@ import numpy as np
 
 from loka.data.text_fields import Integers, Words
 
-MISSING_ID, RARE_ID = 0, 1  # ids of every counted feature; hashed ones have only the first
+MISSING_ID, RARE_ID = 0, 1  # of every counted feature; hashed features have only the first
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class HashedIds:
 
     def of(self, key_NF: Words) -> Integers:
         buckets_F = np.array(self.sizes, np.uint64) - np.uint64(1)
-        upper_NF = key_NF >> np.uint64(32)  # keys are mixed: scaling the upper half down is as even as a division's rest
+        upper_NF = key_NF >> np.uint64(32)  # keys are mixed: their upper half, scaled down, is as even as a remainder
         return np.where(key_NF == 0, MISSING_ID, 1 + ((upper_NF * buckets_F) >> np.uint64(32)).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class CountedIds:
-    """Each feature's known keys, sorted; all others share an id, and so do missing values."""
+    """Each feature's known keys, sorted. All other keys share one id, and missing values another."""
 
     known: tuple[Words, ...]
 
@@ -47,7 +47,7 @@ class CountedIds:
 
 
 class _KeyCounts:
-    """How often each key was added. Holds the distinct keys, and a buffer that grows no larger than they are."""
+    """How often each key was added. Holds the distinct keys, and a buffer of about as many, or of 65,536 while they are few."""
 
     def __init__(self) -> None:
         self._keys_V, self._counts_V = np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -74,7 +74,7 @@ class _KeyCounts:
 
 
 def count_keys(pieces: Iterable[Words], n_features: int, min_count: int) -> tuple[Words, ...]:
-    """For each feature the keys that occur ``min_count`` times or more in ``pieces`` (each N×F), sorted; not the missing."""
+    """For each feature the keys, but 0 (missing), that occur ``min_count`` times or more in ``pieces`` (each N×F), sorted."""
     counts = [_KeyCounts() for _ in range(n_features)]
     for key_NF in pieces:
         for f, counter in enumerate(counts):

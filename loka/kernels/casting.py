@@ -1,7 +1,7 @@
 """Casting a stored tensor into every form its roles ask for.
 
-Casters are added like kernels. Each form goes to the first of ``PREFERENCE`` that takes it, and a caster gets all of its
-forms in one call, so that it can read the tensor as few times as possible.
+A caster is added like a kernel, with its name in ``PREFERENCE``. Each form goes to the first caster there that takes it, and a
+caster gets all of its forms in one call, so that it can read the tensor as few times as possible.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,12 +50,12 @@ class Caster(Protocol):
 
 @runtime_checkable
 class Rewriter(Protocol):
-    """A caster that writes into operands that are there, in one read, by what it remembers of the tensor from the last time."""
+    """A caster that can write operands again where they lie: in one read, by what it remembers of the tensor."""
 
     def remember(self, tensor: Tensor, forms: Sequence[Form]) -> Tensor: ...
 
     def rewriting(self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor) -> Callable[[], None]:
-        """What writes ``operands`` again from the values that ``tensor`` then has, each time it is called."""
+        """A function that writes ``operands`` again from the values that ``tensor`` has when it is called."""
         ...
 
 
@@ -66,7 +66,7 @@ class Stepper(Rewriter, Protocol):
     def rewriting(
         self, tensor: Tensor, operands: Mapping[Form, Operand], memory: Tensor, adam: AdamStep | None = None
     ) -> Callable[[], None]:
-        """With ``adam``, from the values that ``tensor`` has after that step, which is made on the way."""
+        """The same; with ``adam`` the function makes that step first, and casts the values behind it."""
         ...
 
     def can_step(self, tensor: Tensor, forms: Sequence[Form]) -> bool:
@@ -105,7 +105,7 @@ def cast(
 
 
 def cast_and_sum(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> tuple[tuple[Operand, ...], Tensor]:
-    """The same, and the sums of the tensor's columns in FP32: in the same read, if a caster can."""
+    """``cast`` without transforms, and the sums of the tensor's columns in FP32: in the same read, if a caster can."""
     assert all(form.transform is Transform.NONE for form in forms), "sums are of the tensor as it is"
     operands, sum_C = _cast_alike(name, tensor, forms, summed=True)
     return tuple(operands[form] for form in forms), tensor.sum(0, dtype=torch.float32) if sum_C is None else sum_C
@@ -114,7 +114,7 @@ def cast_and_sum(name: TensorName, tensor: Tensor, forms: Sequence[Form]) -> tup
 def _cast_alike(
     name: TensorName, tensor: Tensor, forms: Sequence[Form], *, summed: bool = False
 ) -> tuple[dict[Form, Operand], Tensor | None]:
-    """The operands of ``forms``, and the sums asked for where a caster made them."""
+    """The operands of ``forms``, and the columns' sums if they were asked for and a caster could make them."""
     operands = {form: cast_high_precision(tensor, form) for form in forms if not form.spec.format.is_8bit}
     sum_C = None
     for name_of_caster, share in _by_caster(name, tensor, [form for form in forms if form not in operands]).items():

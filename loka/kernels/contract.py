@@ -25,7 +25,7 @@ class Kernel(Protocol):
     def name(self) -> str: ...
 
     def recipe(self, role: Role) -> Recipe:
-        """What the kernel does to numbers, wherever it does it."""
+        """What becomes of the numbers, whether in the operands' casts or inside the kernel."""
         ...
 
     def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
@@ -53,8 +53,8 @@ def add_kernel(kernel: Kernel) -> None:
 
 
 def is_oracle(name: str) -> bool:
-    """Whether the kernel called ``name`` is the oracle, which others are held to and nobody times. Its class says
-    ``is_oracle = True``; others need not mention it."""
+    """Whether the kernel called ``name`` is an oracle: others are compared with it, and nobody times it. Its class has
+    ``is_oracle = True``; other classes need not have the attribute."""
     return getattr(KERNELS.get(name), "is_oracle", False)
 
 
@@ -92,7 +92,7 @@ def multiply(kernel: Kernel, role: Role, a: Operand, b: Operand, out_dtype: torc
 
 
 def _is_empty(a: Operand, b: Operand) -> bool:
-    """Of rows whose number depends on data (``x[mask]``) an exported program cannot ask: it goes on as with some."""
+    """For a number of rows that depends on data (``x[mask]``), which an exported program cannot ask for, the answer is no."""
     if not isinstance(a.outer, torch.SymInt):
         return 0 in (a.outer, b.outer, a.contraction)
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # loaded where there is a SymInt

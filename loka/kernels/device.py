@@ -15,14 +15,14 @@ from loka.core.gemm import Device
 Parameters = ParamSpec("Parameters")
 Answer = TypeVar("Answer")
 
-ARM = "0x41"  # as an implementer; and the parts that servers have
+ARM = "0x41"  # the "CPU implementer" of cores by Arm; below, each "CPU part" that servers have
 ARM_CORES = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 
 
 def constant_when_traced(function: Callable[Parameters, Answer]) -> Callable[Parameters, Answer]:
-    """Answer once for the same arguments; torch.compile asks while it traces, instead of tracing what is inside.
+    """Answer once for the same arguments; torch.compile calls it while it traces, and takes the answer for a constant.
 
-    What torch.compiler.assume_constant_result does; that decorator itself would import the whole compiler.
+    That is what torch.compiler.assume_constant_result does, but that decorator would import the whole compiler.
     """
     remembered = lru_cache(None)(function)
 
@@ -62,7 +62,7 @@ def model_dtype(device: torch.device) -> torch.dtype:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """How much memory can still be had there; None where nobody tells."""
+    """How much memory is still free for ``device``; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -82,7 +82,8 @@ def _cpu_name() -> str:
 
 
 def cpu_named_in(cpuinfo: str) -> str | None:
-    """The CPU's name, as Linux tells it. Of an Arm CPU it tells numbers: plans of one must not pass for another's."""
+    """The CPU's name by Linux' ``cpuinfo``. For an Arm CPU that has only numbers; they make the name, since a plan for one CPU
+    must not pass for another's."""
     told = dict(re.findall(r"^(.+?)\s*: (.+)$", cpuinfo, re.MULTILINE))
     if name := told.get("model name") or told.get("Model Name"):
         return name

@@ -1,7 +1,7 @@
 """The site executor: casts and GEMMs of one linear layer, strung together for all three roles.
 
 Measure times its parts, Dispatch runs them: what was measured is what runs. The parts are ``cast`` for each of x, dy and
-w, and ``multiply`` for each role; every caller composes those two. A transform of the site lies inside both.
+w, and ``multiply`` for each role; every caller composes those two. Both apply their share of the site's transform.
 """
 
 from collections.abc import Mapping

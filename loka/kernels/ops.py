@@ -1,7 +1,7 @@
 """Ops of our own, so that torch.compile sees one node and not what is inside.
 
-Registered by their schema, not by ``torch.library.custom_op``, whose wrapper takes some 15 µs of every call, also in a compiled
-graph.
+They are registered by their schema, not by ``torch.library.custom_op``: its wrapper takes some 15 µs of every call, in compiled
+graphs too.
 """
 
 import importlib
@@ -19,14 +19,14 @@ _HOMES = (  # where ops are defined
 
 
 def load_ops() -> None:
-    """Register all of LoKA's ops with torch, for a process that loads an exported program: its model names them."""
+    """Register all of LoKA's ops with torch. A process that loads an exported program needs this: the program names them."""
     for home in _HOMES:
         importlib.import_module(f"loka.kernels.{home}")
 
 
 def op(name: str, *devices: str) -> Callable[[Callable[..., Any]], Any]:
-    """``loka::name`` on ``devices``, CPU and CUDA if none are given: a function that changes none of its arguments, and whose
-    results share no memory with them. It has no gradient."""
+    """Register a function as ``loka::name`` on ``devices``, CPU and CUDA if none are given. It must change none of its
+    arguments, and its results must share no memory with them. The op has no gradient."""
 
     def register(function: Callable[..., Any]) -> Any:
         schema = torch.library.infer_schema(function, mutates_args=())
@@ -39,7 +39,7 @@ def op(name: str, *devices: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def fake_of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What ``loka::name`` returns as far as a tracer asks: shapes, dtypes and strides."""
+    """Register what a tracer sees of the results of ``loka::name``: their shapes, dtypes and strides."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(f"loka::{name}", function, lib=_LIBRARY)

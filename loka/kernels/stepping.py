@@ -12,7 +12,7 @@ class AdamStep(NamedTuple):
     gradient: Tensor
     average: Tensor
     square: Tensor  # the average of squares
-    step: Tensor  # how many there were, with this one
+    step: Tensor  # the number of this step, counted from 1
     settings: Tensor  # what ``settings_of`` returns
     found_inf: Tensor | None  # where it is 1, nothing is changed
 
@@ -21,6 +21,6 @@ class AdamStep(NamedTuple):
 
 
 def settings_of(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> tuple[float, ...]:
-    """What kernels read, in its order. Of each β also what it lacks to 1, and its logarithm: FP32 would have lost both."""
+    """What kernels read, in their order. For each β also 1 − β and log β: computed in FP32 from β, both would lose digits."""
     of_betas = ((beta, 1 - beta, math.log(beta) if beta else -math.inf) for beta in betas)
     return lr, weight_decay, eps, *(value for three in of_betas for value in three)

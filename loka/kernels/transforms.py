@@ -1,10 +1,10 @@
-"""Transforms of a site: changes of its operands that exact arithmetic would not notice, and 8 bits do.
+"""Transforms of a site: changes of its operands that make no difference in exact arithmetic, but do in 8 bits.
 
     center    y = (x−μ)·wᵀ + μ·wᵀ                              dw = dyᵀ·(x−μ) + (Σdy)⊗μ
     rescale   y = (x/s)·(w·s)ᵀ       dx = (dy·(w·s))/s         dw = (dyᵀ·(x/s))·s
 
-A transform is part of a form: applied to the stored tensor in front of its cast and undone behind the product, so that no
-kernel knows of it. A role that runs in high precision has none.
+A transform is part of a form: it is applied to the stored tensor before its cast and undone after the product, so no kernel
+knows of it. A role that runs in high precision has none.
 Axes:  M rows of the batch,  K in_features,  N out_features.
 """
 
@@ -26,7 +26,7 @@ class TransformVectors(NamedTuple):
 
 
 def checked_vector(transform: Transform, vector_K: Tensor, k: int) -> Tensor:
-    """``vector_K`` as FP32 whose values bf16 holds too: subtracted and added back in any dtype, it is the same vector."""
+    """``vector_K`` rounded to bf16 and kept in FP32: so it is the same vector in whatever dtype it is applied and undone."""
     if vector_K.shape != (k,):
         raise InvalidInput(f"{transform} of a site with {k} features takes a vector of as many, got {tuple(vector_K.shape)}")
     vector_K = vector_K.detach().to(torch.bfloat16).float()
@@ -66,7 +66,8 @@ def shifted_bias(bias_N: Tensor | None, vectors: TransformVectors, out_dtype: to
 
 
 def undo_behind(role: Role, out: Tensor, transform: Transform, vectors: TransformVectors, dy_sum_N: Tensor | None) -> Tensor:
-    """The role's output from the product of its changed operands; fprop's lies in its bias."""
+    """The role's output, from the product of its changed operands. Nothing is left to undo in fprop: ``rescale`` cancels in the
+    product, and what ``center`` adds back is in the bias."""
     if transform is Transform.RESCALE and role is not Role.FPROP:
         features_K = _in_dtype_of(out, vectors.features_K)
         return (out / features_K if role is Role.DGRAD else out * features_K).to(out.dtype)

@@ -1,4 +1,4 @@
-"""Weighted sums of rows over bags, and what each row gets of a sum's gradient: a bag a program, a row at a time.
+"""Weighted sums of rows over bags, and each row's share of a sum's gradient: one bag a program, one row at a time.
 
 Axes:  B examples,  N ids of an example,  P bags of an example,  E width of a row.
 """
@@ -19,7 +19,7 @@ def _bag(first_ptr, n_ids, n_bags):
 
 @triton.jit
 def sum_bags_kernel(table_ptr, rows_ptr, weight_ptr, first_ptr, sum_ptr, n_ids, n_bags, width, E: tl.constexpr):
-    """A row that counts nothing, as padding's, is not read."""
+    """A row of weight 0, such as padding's, is not read."""
     wait_for_kernels_before()
     begin, end = _bag(first_ptr, n_ids, n_bags)
     col = tl.arange(0, E)

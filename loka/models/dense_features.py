@@ -14,7 +14,7 @@ from loka.models.mlp import mlp
 def mark_missing(dense_BD: Tensor) -> Tensor:
     """Each feature with 0 where it is missing (NaN), then for each an indicator, 1 where it is missing: B×2D.
 
-    An indicator has one scale whatever the feature's own, so its weight is learned as fast for a raw count as for a ratio.
+    An indicator's scale does not depend on the feature's, so its weight is learned as fast for a raw count as for a ratio.
     """
     missing_BD = dense_BD.isnan()
     return torch.cat([dense_BD.masked_fill(missing_BD, 0), missing_BD.to(dense_BD.dtype)], dim=1)

@@ -31,15 +31,16 @@ def _features(schema: FeatureSchema) -> list[_Feature]:
 
 
 class Embeddings(nn.Module):
-    """Look up a batch's ids; returns the tensors that a dense part takes behind the dense features.
+    """Look up a batch's ids; returns the tensors that a dense part takes after the dense features.
 
     ``features_BPE`` holds the one-hot features, then each bag's mean over its ids (zero for an empty bag). The sequence is one
     more bag, unless ``keep_sequence``: then ``sequence_BLE`` (zero at padding) and ``valid_BL`` follow.
 
-    Features share one table, each with its own rows, so that a batch is one sum over bags forward, to which a one-hot
-    feature is a bag of one, and one sparse COO gradient backward whose cost goes by the ids in the batch. Padding reads the
-    feature's first row and is weighted by zero: skipping it instead would have the GPU wait for the host. On the CPU an id out
-    of range is an error; on a GPU, where checking would wait too, it reads another feature's row: check data on the CPU once.
+    Features share one table, each with its own rows. So the forward pass of a batch is one sum over bags (a one-hot feature is
+    a bag of one), and its backward pass is one sparse COO gradient, whose cost depends on the ids in the batch. Padding reads
+    the feature's first row, weighted by zero: skipping it would have the GPU wait for the host. On the CPU an id out of range
+    is an error. On a GPU, where checking would wait too, it reads another feature's row, or past the table: check data on the
+    CPU once.
     """
 
     table: Tensor
@@ -61,8 +62,8 @@ class Embeddings(nn.Module):
         offsets = []
         row = 0
         for feature in features:
-            # As in DLRM: the more ids a feature has, the rarer each is, and the nearer to zero one that was never trained
-            # stays. Noise from unseen ids costs more than a slow start.
+            # As in DLRM: the more ids a feature has, the rarer each is, and the nearer to zero it begins. An id that was never
+            # trained stays there; noise from those costs more than a slow start.
             bound = feature.n_rows**-0.5
             nn.init.uniform_(self.table[row : row + feature.n_rows], -bound, bound)
             offsets.append(row)
@@ -92,7 +93,7 @@ class Embeddings(nn.Module):
         return features_BPE.contiguous(), sequence_BLE.contiguous(), valid_BN[:, n_ids - self.schema.sequence_length :]
 
     def _weights(self, valid_BN: Tensor) -> Tensor:
-        """What each id counts in the mean of its bag; nothing at padding."""
+        """The weight of each id in the mean of its bag; 0 at padding."""
         schema = self.schema
         n_bags = len(schema.multihot_sizes)
         widths = (len(schema.onehot_sizes), n_bags * schema.bag_length, schema.sequence_length)
@@ -134,7 +135,7 @@ class Embeddings(nn.Module):
 
 
 def _shares(valid_XS: Tensor) -> Tensor:
-    """Of a mean over the valid ones of S."""
+    """The weights of a mean over the valid ones of S."""
     return valid_XS / valid_XS.sum(-1, keepdim=True).clamp(min=1)
 
 

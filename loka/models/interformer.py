@@ -65,7 +65,7 @@ class Gate(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of queries to the valid tokens; with ``angle_TC`` queries and keys are rotated by position."""
+    """Multi-head attention of queries to valid tokens. With ``angle_TC``, queries and keys are rotated by position."""
 
     def __init__(self, config: InterFormerConfig) -> None:
         super().__init__()
@@ -86,14 +86,15 @@ class Attention(nn.Module):
 
 
 def rotate(x_BHTC: Tensor, angle_TC: Tensor) -> Tensor:
-    """Rotary position: turn each head's pair (i, i + C/2) by its position's angle, so that dot products see differences."""
+    """Rotary positions: turn each pair (i, i + C/2) of a head by its position's angle, so that dot products depend on the
+    difference of positions."""
     first, second = x_BHTC.chunk(2, dim=-1)
     cos, sin = angle_TC.cos().to(x_BHTC.dtype), angle_TC.sin().to(x_BHTC.dtype)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 def rotary_angles(n_cls: int, length: int, head_width: int) -> Tensor:
-    """Angles of T positions: CLS tokens at 0, the newest step at −1, the one before at −2, so that padding shifts nothing."""
+    """Angles of T positions: CLS tokens at 0, the newest step at −1, the one before at −2. So padding shifts nothing."""
     positions_T = torch.cat([torch.zeros(n_cls), torch.arange(-length, 0)])
     frequencies = 10000.0 ** -(torch.arange(0, head_width, 2) / head_width)
     return torch.outer(positions_T, frequencies)
@@ -165,7 +166,7 @@ class SequenceArch(nn.Module):
 
     def forward(self, x_sum_BQE: Tensor, s_BTE: Tensor, valid_BT: Tensor, angle_TC: Tensor) -> Tensor:
         matrix_BEE = self.matrix(self.hidden(x_sum_BQE.flatten(1))).unflatten(1, (self.dim, self.dim))
-        # Its entries are of order one; divided by √d the product has the scale of S, as behind any linear layer.
+        # The matrix has entries of order one: divided by √d, the product has the scale of S, as behind any linear layer.
         u_BTE = self.pffn_norm(s_BTE + s_BTE @ matrix_BEE * self.dim**-0.5)
         return self.attention_norm(u_BTE + self.attention(u_BTE, u_BTE, valid_BT, angle_TC))
 

@@ -1,4 +1,4 @@
-"""Multi-layer perceptrons as flat chains of modules, so that a linear layer's norm and activation are found behind it."""
+"""Multi-layer perceptrons as flat chains of modules: so the norm and activation behind a linear layer can be found."""
 
 from collections.abc import Sequence
 

@@ -10,8 +10,8 @@ from loka.models.embeddings import Embeddings
 class Recommender(nn.Module):
     """Logits for a batch: ``dense_part(dense features, *embeddings(batch))``.
 
-    All of the sparse work and all row-sparse gradients are in ``embeddings``; ``dense_part`` takes and returns plain tensors,
-    so it alone is compiled, probed and moved to low precision.
+    All sparse work and all row-sparse gradients are in ``embeddings``. ``dense_part`` takes and returns plain tensors: it alone
+    is compiled, probed and moved to low precision.
     """
 
     def __init__(self, schema: FeatureSchema, embeddings: Embeddings, dense_part: nn.Module) -> None:
@@ -22,7 +22,7 @@ class Recommender(nn.Module):
 
     @torch.no_grad()
     def dense_inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """The arguments of the dense part for ``batch``: an example for what runs or traces it by itself, such as Mods."""
+        """The arguments of the dense part for ``batch``: an example for all that runs or traces it alone, such as Mods."""
         return (batch.dense_BD, *self.embeddings(batch))
 
     def forward(self, batch: Batch) -> Tensor:

@@ -13,12 +13,12 @@ def estimate_mean(samples: Sequence[float], confidence: float = 0.95) -> Estimat
     n = len(samples)
     if n == 0:
         raise InvalidInput("no samples to estimate a mean from: add at least one")
-    mean = sum(samples) / n  # not fsum, which refuses inf − inf; NaN is the right answer there
-    if n > 1 and all(sample == samples[0] for sample in samples):  # includes an exact kernel's SQNR, inf every time
+    mean = sum(samples) / n  # not fsum, which raises on inf − inf, where NaN is the right answer
+    if n > 1 and all(sample == samples[0] for sample in samples):  # such as the SQNR of an exact kernel, inf every time
         return Estimate(samples[0], samples[0], samples[0], n)
     if n == 1 or not math.isfinite(mean):
         return Estimate(mean, -math.inf, math.inf, n)
-    # Two passes in floats: statistics.stdev sums exact fractions, which took half of the time of measuring errors.
+    # Two passes in floats: statistics.stdev sums exact fractions, which took half the time of measuring errors.
     deviation = math.sqrt(math.fsum((sample - mean) ** 2 for sample in samples) / (n - 1))
     half_width = t_quantile(confidence, n - 1) * deviation / math.sqrt(n)
     return Estimate(mean, mean - half_width, mean + half_width, n)

@@ -1,4 +1,4 @@
-"""In what precision torch multiplies FP32 matrices: a switch of the whole process, set for a while and given back."""
+"""The precision in which torch multiplies FP32 matrices: a switch of the whole process, set for a while and then restored."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ Precision = Literal["highest", "high", "medium"]  # FP32; TF32; and as coarse as
 @contextmanager
 def float32_products(precision: Precision) -> Iterator[None]:
     """``torch.set_float32_matmul_precision`` for the block."""
-    # Written through the older of torch's two interfaces, which sets both: inductor reads that one and fails when they differ
-    # (pytorch/pytorch#166387). Read through the newer, which never raises, and may have said more of each backend.
+    # torch has two interfaces to it. We write through the older, which sets both: inductor reads that one and fails when they
+    # differ (pytorch/pytorch#166387). We read through the newer, which never raises and may hold a setting for each backend.
     backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]
     before = [backend.fp32_precision for backend in backends]
     torch.set_float32_matmul_precision(precision)

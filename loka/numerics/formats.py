@@ -22,13 +22,13 @@ class FormatInfo:
 
     @property
     def max(self) -> float:
-        """Asked of torch and not kept in a field: ``torch.compile(dynamic=True)`` takes torch's answer for a constant, but
-        makes an input of the graph of a field, and fails at the second site that reads it."""
+        """Asked of torch, not kept in a field: ``torch.compile(dynamic=True)`` takes torch's answer for a constant, but would
+        turn a field into an input of the graph, and fail at the second site that reads it."""
         return torch.finfo(self.dtype).max if self.dtype.is_floating_point else float(torch.iinfo(self.dtype).max)
 
 
-# Looked up by ``format.value``: torch.compile (2.13) sets no guard on an enum that is a dict's key, and would go on using
-# the graph of the first format it saw.
+# Looked up by ``format.value``: torch.compile (2.13) sets no guard on an enum that is a dict's key, so it would go on using the
+# graph of the first format it saw.
 _INFOS: dict[str, FormatInfo] = {
     Format.E4M3: FormatInfo(Format.E4M3, torch.float8_e4m3fn, 2.0**-6, 2.0**-9, 3),
     Format.E5M2: FormatInfo(Format.E5M2, torch.float8_e5m2, 2.0**-14, 2.0**-16, 2),
@@ -75,7 +75,7 @@ def format_of(dtype: torch.dtype) -> Format:
 
 
 def require_encodable(x: Tensor, format: Format) -> None:
-    """Refuse a tensor that FP32 cannot hold exactly, since it would be rounded twice."""
+    """Refuse dtypes that FP32 may not hold exactly: their values would be rounded twice."""
     if x.dtype not in _ENCODABLE:
         raise InvalidInput(f"cannot encode {x.dtype} as {format}: cast to float32 first (bfloat16 and float16 are taken too)")
 
@@ -88,7 +88,7 @@ def encode(x: Tensor, format: Format) -> Tensor:
     """
     limit, dtype = info(format).max, info(format).dtype
     require_encodable(x, format)
-    x = x.float()  # exact; narrower inputs would let a compiler round by way of another format
+    x = x.float()  # exact; with a narrower input a compiler might round by way of another format
     if format is Format.INT8:
         return torch.where(x.isfinite(), x, 0.0).round().clamp(-limit, limit).to(dtype)
     # Clamped explicitly: whether the cast itself saturates depends on torch's version and on who compiles it.

@@ -1,8 +1,9 @@
 """What 8 bits make of a layer's output, y = x·wᵀ, by every recipe, on rows as they are.
 
-Distributions of single features and how they go together do not say all that rows are: of a row that is small as a whole every
-feature is small. So the error is measured on real rows, by the Probe, and on drawn ones: by what these two differ, drawn rows
-are wrong. Some rows and some outputs stand for all, with all features, since how these cancel is what counts.
+The distributions of single features, and how features go together, do not say all about rows: in a row that is small as a
+whole, every feature is small. So the error is measured on real rows, by the Probe, and on drawn ones, and the difference says
+how wrong drawn rows are. Some rows and some outputs stand for all; features are all looked at, since what counts is how they
+cancel.
 
 Axes:  R rows,  S some of them,  K in_features,  N out_features,  J some of the N,  W recipes.
 """
@@ -21,7 +22,7 @@ from loka.numerics.scaling import STATIC_SCALE, amax, expand_scale, scale_from_a
 
 MOST_OUTPUTS = 32
 MOST_ROWS, FEWEST_ROWS = 64, 4
-MOST_VALUES = 2**19  # of x; of wide layers fewer rows are looked at
+MOST_VALUES = 2**19  # of x: in wide layers fewer rows are looked at
 
 RECIPES = (
     Recipe(Format.E4M3, Scaling.TENSORWISE, Format.E4M3, Scaling.TENSORWISE),
@@ -36,7 +37,7 @@ RECIPES = (
 
 
 class FpropErrors(NamedTuple):
-    """Of each recipe ``mere_floored`` and Σ error²; and Σ y²."""
+    """For each recipe its ``mere_floored`` and Σ error²; and Σ y²."""
 
     floored_W: Tensor
     squares_W: Tensor
@@ -49,8 +50,8 @@ def some_outputs(weight_NK: Tensor) -> Tensor:
 
 
 def which_rows(x_RK: Tensor, look: int) -> Tensor:
-    """Some to stand for all: at every ``look`` others, spread and at no even distance, for rows of one example lie together,
-    and every sixteenth may be alike."""
+    """Indices of some rows to stand for all, others at every ``look``. They are spread, but not evenly: rows of one example lie
+    together, and every sixteenth row may be of one kind."""
     rows, some = len(x_RK), max(FEWEST_ROWS, min(MOST_ROWS, MOST_VALUES // x_RK.shape[1]))
     if rows <= some:
         return torch.arange(rows, device=x_RK.device)
@@ -59,8 +60,8 @@ def which_rows(x_RK: Tensor, look: int) -> Tensor:
 
 
 def fprop_errors(x_RK: Tensor, x_amax: Tensor, weight_JK: Tensor, w_amax: Tensor) -> FpropErrors:
-    """``x_amax`` and ``w_amax`` are the largest magnitudes that one scale for all has to cover: of a batch and of a weight, of
-    which these are a part; x's may differ from row to row, R×1, where rows are of several calls."""
+    """The errors of y on these rows and outputs. One scale for all has to cover ``x_amax`` and ``w_amax``, the largest
+    magnitudes of the whole batch and the whole weight. ``x_amax`` may be R×1, one a row, where rows are of several calls."""
     x_in = {form: _cast(x_RK, *form, x_amax) for form in {(of.a_format, of.a_scaling) for of in RECIPES}}
     w_in = {form: _cast(weight_JK, *form, w_amax) for form in {(of.b_format, of.b_scaling) for of in RECIPES}}
     y_RJ = x_RK @ weight_JK.mT
@@ -81,7 +82,7 @@ def _squares(values: Tensor, dim: tuple[int, int]) -> Tensor:
 
 
 def _cast(values: Tensor, format: Format, scaling: Scaling, amax_of_all: Tensor) -> Tensor:
-    """What 8-bit codes of the values stand for."""
+    """The values as their 8-bit codes give them back."""
     largest, dtype = info(format).max, info(format).dtype
     if scaling is Scaling.STATIC:
         scale = torch.full_like(amax_of_all, STATIC_SCALE)

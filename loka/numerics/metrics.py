@@ -17,11 +17,12 @@ from loka.numerics.confidence import estimate_mean
 from loka.numerics.formats import decode, info
 from loka.numerics.scaling import Quantized, dequantize, expand_scale, slices_of_rows
 
-# Each example counts, in its own output and in the gradient it sends on: floors by row. There an rms of all would let the few
-# rows of large gradients, the clicks, hide that those of all others are gone. Adam weighs each weight by itself: by column.
+# fprop and dgrad have a floor for each row, since every example counts, in its output and in the gradient it sends on: with an
+# rms of all, the few rows of large gradients, the clicks, would hide that those of all others are gone. wgrad has one for each
+# column, since Adam normalizes each weight by itself.
 FLOOR_AXIS = {Role.FPROP: 1, Role.DGRAD: 1, Role.WGRAD: 0}
-SILENCED = 0.9  # of a feature's values flushed, and it is as good as gone
-MISREAD = 0.5  # of a feature's norm: a cast farther off than this is another feature
+SILENCED = 0.9  # of a feature's values: with more of them flushed it is as good as gone
+MISREAD = 0.5  # of a feature's norm: a cast that is off by more is another feature
 FLOOR = 0.1  # of rms(ref): below it a reference is too near zero for its relative error to say anything
 AT_ONCE = 2**26  # elements in float64: several copies of a wide layer's whole gradient would fill a GPU
 
@@ -32,9 +33,9 @@ def mere(out: Tensor, ref: Tensor) -> Tensor:
 
 
 def mere_floored(out: Tensor, ref: Tensor, *, axis: int | None = None) -> Tensor:
-    """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), the rms along ``axis``: 1 for each row, 0 for each column, or of all.
+    """Mean of |out−ref|/max(|ref|, 0.1·rms(ref)), with the rms of each row (``axis`` 1), of each column (0), or of all (None).
 
-    A row or column that is 0, and is given as 0, does not count: masked examples would hide what becomes of the others.
+    With an axis, a row or column that is 0 in both does not count: masked examples would hide what becomes of the others.
     """
     if axis is None:
         rms = (torch.stack([ref.square().sum() for _, ref in _slices(out, ref)]).sum() / ref.numel()).sqrt()
@@ -44,9 +45,9 @@ def mere_floored(out: Tensor, ref: Tensor, *, axis: int | None = None) -> Tensor
             f"an rms of each row (axis 1) or column (axis 0) is of a matrix, got axis {axis} of {tuple(out.shape)}"
         )
     sums = []
-    for out_part, ref_part in _slices(out, ref, along=1 - axis):  # cut across the axis: each slice has its rms in itself
+    for out_part, ref_part in _slices(out, ref, along=1 - axis):  # rows or columns stay whole, so each slice knows their rms
         error, rms = (out_part - ref_part).abs(), ref_part.square().mean(dim=axis, keepdim=True).sqrt()
-        lines = (rms != 0).sum(dtype=torch.float64)  # an error where all is 0 is inf, over however many
+        lines = (rms != 0).sum(dtype=torch.float64)  # an error in a line of 0 is inf, whatever it is divided by
         sums.append(torch.stack([_ratio(error, torch.maximum(ref_part.abs(), FLOOR * rms)).sum(), lines]))
     total, lines = torch.stack(sums).sum(0)
     return total / (lines.clamp(min=1) * out.shape[axis])
@@ -64,14 +65,14 @@ def sqnr_db(out: Tensor, ref: Tensor) -> Tensor:
 
 
 def flushed_share(x: Tensor, q: Quantized) -> Tensor:
-    """The share of nonzero finite values of ``x`` that became 0. Those of a NaN scale became NaN, which is not counted."""
+    """The share of nonzero finite values of ``x`` that became 0. Under a NaN scale they became NaN, and do not count as 0."""
     return _share(((_is_flushed(q), x) for x, q in _row_slices(x, q)), x.device)
 
 
 def silenced_share(x: Tensor, q: Quantized) -> Tensor:
-    """The share of features (columns of ``x``) whose nonzero values became 0, but for a tenth of them at most.
+    """The share of features (columns of ``x``) of whose nonzero values more than nine tenths became 0.
 
-    A product ruled by other features hardly shows that they are gone; nothing behind the cast can ever learn from them.
+    The product may hardly show it if other features rule it, but nothing behind the cast can ever learn from such a feature.
     """
     flushed_K, present_K = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
     for part, q_part in _row_slices(x, q):
@@ -84,8 +85,8 @@ def silenced_share(x: Tensor, q: Quantized) -> Tensor:
 def misread_share(x: Tensor, q: Quantized) -> Tensor:
     """The share of features (columns of ``x``) whose cast is off by more than half their norm.
 
-    For a sum over rows: there a feature is what its large values say, and it may lose all the small ones (as far as the other
-    operand's rows are not larger for them).
+    This is for sums over rows: there a feature's large values decide, and it may lose all small ones (unless the other operand
+    has larger rows where they are).
     """
     off_K, norm_K = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
     for part, q_part in _row_slices(x, q):
@@ -116,7 +117,7 @@ METRICS = tuple(field.name for field in fields(ErrorReport))
 
 
 def measure_error(out: Tensor, ref: Tensor, role: Role | None = None) -> ErrorReport:
-    """Every metric of one output, floored as ``role`` asks for; waits for the device once."""
+    """Every metric of one output, with the floor that ``role`` asks for; waits for the device once."""
     floored = mere_floored(out, ref, axis=None if role is None else FLOOR_AXIS[role])
     metrics = (mere(out, ref), floored, relative_rms(out, ref), sqnr_db(out, ref))
     return ErrorReport(*torch.stack(metrics).tolist())
@@ -151,7 +152,7 @@ class ErrorSamples:
 
 
 def _slices(out: Tensor, ref: Tensor, along: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in float64, as many rows (or columns, ``along`` 1) at a time as a GPU has room for."""
+    """Both in float64, about AT_ONCE elements at a time: some rows, or with ``along`` 1 some columns."""
     if out.shape != ref.shape:
         raise InvalidInput(f"output and reference must have one shape, got {tuple(out.shape)} and {tuple(ref.shape)}")
     if out.numel() == 0:
@@ -164,7 +165,7 @@ def _slices(out: Tensor, ref: Tensor, along: int = 0) -> Iterator[tuple[Tensor, 
 
 
 def _row_slices(x: Tensor, q: Quantized) -> Iterator[tuple[Tensor, Quantized]]:
-    """The tensor and its cast, as many rows at a time."""
+    """The tensor and its cast, about AT_ONCE elements at a time, in whole rows and blocks."""
     if x.shape != q.codes.shape:
         raise InvalidInput(f"a tensor and its cast must have one shape, got {tuple(x.shape)} and {tuple(q.codes.shape)}")
     for rows, part in slices_of_rows(q, max(1, AT_ONCE // max(1, x.shape[1]))):
@@ -191,12 +192,12 @@ def _is_saturated(x: Tensor, q: Quantized) -> Tensor:
 
 
 def _is_candidate(x: Tensor) -> Tensor:
-    """A zero can be neither flushed nor saturated; inf and NaN stay visible."""
+    """Zeros do not count, as they can be neither flushed nor saturated; nor do inf and NaN, which stay visible."""
     return x.isfinite() & (x != 0)
 
 
 def _share(slices: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """Of the values that could be hit, those that were."""
+    """The share of hits among the values that could be hit."""
     hits, candidates = torch.zeros(2, dtype=torch.float64, device=device)
     for hit, x in slices:
         hits += (hit & _is_candidate(x)).sum()

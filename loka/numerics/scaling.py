@@ -1,11 +1,11 @@
 """Scales that bring a tensor into an 8-bit format's range: one for all of it, a row, a column, or a block.
 
 Axes:  R rows (the operand's outer axis),  C columns (its contracted axis).  A scale multiplies on the way back,
-value = code · scale, is FP32, and always has two axes: one entry for each block of ``Scaling.block``, the last of an axis
-may be partly filled.
+value = code · scale. It is FP32 and always has two axes, with one entry for each block of ``Scaling.block``; the last block of
+an axis may be partly filled.
 
-A value that is not finite makes its scale NaN, and with it every value that shares the scale: one rule for all formats,
-int8 included, that every GPU cast can follow.
+A value that is not finite makes its scale NaN, and so every value that shares the scale: one rule for all formats, int8
+included, that every GPU cast can follow.
 """
 
 import math
@@ -41,7 +41,7 @@ class Quantized(NamedTuple):
 
 
 def amax(x: Tensor, scaling: Scaling) -> Tensor:
-    """The largest magnitude that each scale must cover, FP32; 0 where a block has no values, NaN or inf where one is."""
+    """The largest magnitude that each scale must cover, FP32: 0 for a block without values, NaN or inf if a value is."""
     _require_2d(x)
     (grid_rows, block_rows), (grid_cols, block_cols) = _grid(x.shape, scaling)
     missing_rows = grid_rows * block_rows - x.shape[0]
@@ -54,8 +54,8 @@ def amax(x: Tensor, scaling: Scaling) -> Tensor:
 
 def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
     """The scale that maps ``amax`` onto the format's maximum: 1 for an amax of 0, NaN for one that is not finite."""
-    largest = torch.full_like(amax, info(format).max)  # a tensor: by a number, torch multiplies with its inverse on a GPU
-    # A subnormal scale loses bits, or is flushed to zero. The limit is asked of torch, as ``FormatInfo.max`` is.
+    largest = torch.full_like(amax, info(format).max)  # a tensor: to divide by a number torch on a GPU multiplies by 1/number
+    # A subnormal scale loses bits, or is flushed to zero. Torch is asked for the limit, as in ``FormatInfo.max``.
     scale = (amax / largest).clamp(min=torch.finfo(torch.float32).smallest_normal)
     scale = torch.where(amax == 0, 1.0, scale)
     return torch.where(amax.isfinite(), scale, math.nan)
@@ -63,7 +63,7 @@ def scale_from_amax(amax: Tensor, format: Format) -> Tensor:
 
 def power_from_amax(amax: Tensor, format: Format) -> Tensor:
     """The smallest power of two that brings ``amax`` within the format: FP32's smallest normal number for an amax of 0, NaN for
-    one that is not finite. Put together from its bits, for on a GPU a power need not be exact."""
+    one that is not finite. It is put together from its bits, since on a GPU a computed power need not be exact."""
     mantissa, exponent = torch.frexp(amax)
     of_largest, exponent_of_largest = math.frexp(info(format).max)
     power = exponent - exponent_of_largest + (mantissa > of_largest)
@@ -79,7 +79,7 @@ def expand_scale(scale: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tenso
         raise InvalidInput(f"{scaling} scales of a {tuple(shape)} tensor have shape {expected}, got {tuple(scale.shape)}")
     for axis, block in enumerate(scaling.block):
         if block is not None and block > 1:
-            # Gathered, not expand().reshape()[:size]: inductor (2.13, CPU) leaves out the partly filled last block of that.
+            # Gathered: of expand().reshape()[:size] inductor (2.13, CPU) leaves out the partly filled last block.
             scale = scale.index_select(axis, torch.arange(shape[axis], device=scale.device) // block)
     return scale.expand(*shape)
 
@@ -87,11 +87,11 @@ def expand_scale(scale: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tenso
 def quantize(
     x: Tensor, format: Format, scaling: Scaling, *, static_scale: float | Tensor | None = None, powers: bool = False
 ) -> Quantized:
-    """Cast ``x`` (R×C) to ``format``, with scales from its own magnitudes, ``powers`` of two or those that use the whole range,
-    or with ``static_scale`` for STATIC.
+    """Cast ``x`` (R×C) to ``format``, with ``static_scale`` for STATIC, otherwise with scales from its own magnitudes: those
+    that use the whole range, or ``powers`` of two.
 
-    A static scale covers what it covers: finite values past its range saturate, NaN and ±inf follow ``encode`` (int8 has
-    no code for them, so there they make the scale NaN).
+    Finite values past the range of a static scale saturate; NaN and ±inf follow ``encode`` (int8 has no code for them, so there
+    they make the scale NaN).
     """
     _require_2d(x)
     require_encodable(x, format)
@@ -105,7 +105,7 @@ def quantize(
     scale = _static_scale(static_scale, x.device)
     limit = info(format).max
     ratio = x.float() / scale
-    # A finite value may overflow FP32 when divided by a small scale; it is past the range, not infinite.
+    # Divided by a small scale a finite value may overflow FP32; it is past the range, not infinite.
     codes = encode(torch.where(x.isfinite(), ratio.clamp(-limit, limit), ratio), format)
     if format is Format.INT8:
         scale = torch.where(x.isfinite().all(), scale, math.nan)
@@ -113,13 +113,13 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values that ``q`` stands for: exact in float64, rounded once to FP32 otherwise (and then to ``dtype``)."""
+    """The values that ``q`` stands for: exact in float64, otherwise rounded once to FP32 (and then to ``dtype``)."""
     compute = torch.float64 if dtype is torch.float64 else torch.float32
     return (decode(q.codes, compute) * expand_scale(q.scale.to(compute), q.scaling, q.codes.shape)).to(dtype)
 
 
 def slices_of_rows(q: Quantized, rows: int) -> Iterator[tuple[slice, Quantized]]:
-    """``q`` in parts of about ``rows`` rows, none of which cuts a block in two, and where each lies."""
+    """``q`` in parts of about ``rows`` rows, with the place of each; no block is cut in two."""
     n_rows, block = q.codes.shape[0], q.scaling.block[0]
     step = rows if block is None else -(-rows // block) * block
     for start in range(0, n_rows, step):
@@ -155,7 +155,7 @@ def _static_scale(scale: float | Tensor, device: torch.device) -> Tensor:
         if scale.numel() != 1:
             raise InvalidInput(f"static_scale is one value for the whole tensor, got shape {tuple(scale.shape)}")
         scale_11 = scale.to(device=device, dtype=torch.float32).reshape(1, 1)
-        # Its value cannot be read without waiting for the device, so an unusable one makes everything NaN instead.
+        # Reading its value would wait for the device, so an unusable one makes everything NaN instead.
         return torch.where((scale_11 >= fp32.smallest_normal) & (scale_11 <= fp32.max), scale_11, math.nan)
     if not fp32.smallest_normal <= scale <= fp32.max:
         raise InvalidInput(f"static_scale must be a positive normal FP32 number, got {scale}")

@@ -1,10 +1,10 @@
 """What 8 bits make of the gradient of a weight, dw = dyᵀ·x, by every FP8 recipe, on rows as they are.
 
-The error of dw hangs on how far rows cancel in it, and on values that come again and again, of which a distribution of single
-rows says too little. So it is measured on rows of real batches, by the Probe, and on drawn ones: by what these two differ,
-drawn rows are wrong. Of a wide layer some features and outputs stand for all, and of a long batch some rows, beside the dw of
-all of them. Several batches are cast and multiplied together, which ``quantize`` and ``mere_floored`` do not; tests hold it
-to those, one by one.
+The error of dw depends on how far rows cancel in it, and on values that come again and again. A distribution of single rows
+says too little of both. So the error is measured on rows of real batches, by the Probe, and on drawn ones, and the difference
+says how wrong drawn rows are. In a wide layer some features and outputs stand for all; in a long batch some rows do, beside the
+dw of all of them. Several batches are cast and multiplied together, which ``quantize`` and ``mere_floored`` cannot; tests
+compare the results with theirs, batch by batch.
 
 Axes:  B batches,  R rows,  K in_features,  N out_features,  I some of the K,  J some of the N,  F of either,  W recipes.
 """
@@ -23,7 +23,7 @@ from loka.numerics.metrics import FLOOR
 from loka.numerics.scaling import STATIC_SCALE
 
 MOST_FEATURES, FEWEST_FEATURES = 64, 32  # of x and of dy
-VALUES = 2**14  # of either: past it fewer features are looked at, and then, by the Probe, not every batch
+VALUES = 2**14  # of either, in a batch: for more, fewer features are looked at; if too many are left, the Probe skips batches
 _BLOCK = 128
 
 RECIPES = (
@@ -37,8 +37,8 @@ RECIPES = (
 
 
 class SomeRows(NamedTuple):
-    """Some features of rows of x and of dy, and the largest magnitudes of all; dw of the whole batch, and how many times as
-    many rows that has."""
+    """Some features of some rows of x and dy, and the largest magnitudes of all; dw of the whole batch; and how many ``times``
+    as many rows the batch has."""
 
     x_RI: Tensor
     dy_RJ: Tensor
@@ -50,10 +50,11 @@ class SomeRows(NamedTuple):
 
 class WgradErrors(NamedTuple):
     """By batch: ``mere_floored`` of each recipe; ``squares``, its Σ error²; ``alike``, the part of that which both halves of
-    the rows have in common, and so is no chance; and ``size``, Σ dw².
+    the rows have in common, and so is not by chance; and ``size``, Σ dw².
 
-    Errors are those of the whole batch if they are all chance. Sums of squares are next to what Σ dw² would be if rows did not
-    cancel, so that batches of small gradients count like others. All are 0 where a batch has no gradient.
+    ``mere_floored`` is that of the whole batch if errors are all by chance. Sums of squares are divided by Σ |x|²·|dy|² over
+    the rows, which Σ dw² would be without products of different rows: so batches of small gradients count like others. All are
+    0 where a batch has no gradient.
     """
 
     floored_WB: Tensor
@@ -63,36 +64,36 @@ class WgradErrors(NamedTuple):
 
 
 def some_rows(x_RK: Tensor, dy_RN: Tensor) -> SomeRows:
-    """Evenly spaced features of rows that are a batch."""
+    """Evenly spaced features of all rows of a batch."""
     most = features_looked_at(len(x_RK))
     x_RI, dy_RJ = (values[:, :: feature_stride(values.shape[1], most)].contiguous() for values in (x_RK, dy_RN))
     return of_batch(x_RI, dy_RJ, x_RK.abs().amax(), dy_RN.abs().amax(), None, len(x_RK))
 
 
 def of_batch(x_RI: Tensor, dy_RJ: Tensor, x_amax: Tensor, dy_amax: Tensor, dw_JI: Tensor | None, batch_rows: int) -> SomeRows:
-    """These rows of a batch of ``batch_rows``; without its dw they are taken for all of it."""
+    """Some rows of a batch of ``batch_rows``; without the batch's dw they are taken for the whole batch."""
     times = torch.full_like(x_amax, 1.0 if dw_JI is None else batch_rows / len(x_RI))
     return SomeRows(x_RI, dy_RJ, x_amax, dy_amax, dy_RJ.mT @ x_RI if dw_JI is None else dw_JI, times)
 
 
 def some_of_gradient(dw_NK: Tensor, most: int) -> Tensor:
-    """Where the features and outputs that are looked at meet, at ``most`` so many; a view."""
+    """The part of dw between the features and the outputs that are looked at, ``most`` of each; a view."""
     outputs, features = dw_NK.shape
     return dw_NK[:: feature_stride(outputs, most), :: feature_stride(features, most)]
 
 
 def features_looked_at(rows: int) -> int:
-    """At most, of so many rows: rows tell more than features, and of both together there are only so many values to look at."""
+    """How many features to look at, at most, with so many rows: the number of values is limited, and rows tell more."""
     return min(MOST_FEATURES, max(FEWEST_FEATURES, VALUES // max(1, rows)))
 
 
 def feature_stride(features: int, most: int) -> int:
-    """One in so many is looked at."""
+    """One feature in so many is looked at."""
     return max(1, -(-features // most))
 
 
 def wgrad_errors(batches: Sequence[SomeRows]) -> WgradErrors:
-    """Of batches of equally many rows. Nobody waits for a device, and for several batches it takes no more operations."""
+    """The errors of batches of equally many rows. Nobody waits for a device, and several batches take no more operations."""
     x_BRI, dy_BRJ, x_amax_B, dy_amax_B, dw_BJI, times_B = (torch.stack(parts) for parts in zip(*batches, strict=True))
     x_unit_B11, dy_unit_B11 = _unit(x_amax_B), _unit(dy_amax_B)
     x_BRI, dy_BRJ, dw_BJI = x_BRI / x_unit_B11, dy_BRJ / dy_unit_B11, dw_BJI / x_unit_B11 / dy_unit_B11
@@ -135,14 +136,14 @@ def _norm(values: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def _unit(amax_B: Tensor) -> Tensor:
-    """A power of two near the largest magnitude: in such units the squares of small gradients do not leave FP32."""
+    """A power of two near the largest magnitude, as a unit in which squares of small gradients do not underflow in FP32."""
     _, exponent_B = torch.frexp(amax_B)
     return torch.ldexp(torch.ones_like(amax_B), exponent_B)[:, None, None]
 
 
 def _cast(values_BRF: Tensor, format: Format, scaling: Scaling, covered: Mapping[Scaling, Tensor]) -> Tensor:
-    """What 8-bit codes of the values stand for. ``scaling`` is that of the transposed tensor, whose rows are features; one
-    scale for all has a magnitude that it is to have ``covered``."""
+    """The values as their 8-bit codes give them back. ``scaling`` is that of the transposed tensor, whose rows are features.
+    ``covered`` holds the magnitude that one scale for all is to cover."""
     amax, (largest, dtype) = covered.get(scaling), (info(format).max, info(format).dtype)
     amax = _amax_of_blocks(values_BRF, scaling) if amax is None else amax
     scale = torch.where(amax > 0, amax, 1.0) / largest
@@ -155,6 +156,6 @@ def _amax_of_blocks(values_BRF: Tensor, scaling: Scaling) -> Tensor:
         return values_BRF.abs().amax(1, keepdim=True)
     rows = values_BRF.shape[1]
     amax_BPF = F.pad(values_BRF, (0, 0, 0, -rows % _BLOCK)).unflatten(1, (-1, _BLOCK)).abs().amax(2)
-    if scaling is Scaling.BLOCK_128X128:  # all of the few features lie in one
+    if scaling is Scaling.BLOCK_128X128:  # the few features all lie in one block
         amax_BPF = amax_BPF.amax(2, keepdim=True)
     return amax_BPF.repeat_interleave(_BLOCK, dim=1)[:, :rows]

@@ -1,4 +1,4 @@
-"""What a site would have come to under one kernel in every role: where a site that the plan left alone lies on the map."""
+"""What a site would have reached with one kernel in every role: this places a site that the plan left alone on the map."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from loka.planner.costs import SiteCosts
 
 @dataclass(frozen=True)
 class Attempt:
-    """One kernel at all of a site's roles; ``error`` is that of the ``role`` nearest to its limit or furthest past it."""
+    """One kernel in all of a site's roles. ``error`` is that of the ``role`` nearest to its limit, or furthest past it."""
 
     kernel: str
     role: Role
@@ -23,7 +23,7 @@ class Attempt:
 
 
 def closest_attempt(site: SiteSurvey, goal: Goal, max_error: dict[Role, float], min_speedup: float) -> Attempt | None:
-    """The fastest attempt that is accurate enough; where there is none, the one that misses the limits by least."""
+    """The fastest attempt that is accurate and fast enough; if there is none, the one that misses the limits by least."""
 
     def miss(attempt: Attempt) -> tuple[float, float]:
         return max(attempt.excess, 1.0) * max(min_speedup / attempt.speedup, 1.0), -attempt.speedup
@@ -41,7 +41,7 @@ def _attempts(site: SiteSurvey, goal: Goal, max_error: dict[Role, float]) -> Ite
         if candidate.role in costs.roles and costs.why_not_timed(candidate) is None:
             by_kernel.setdefault((candidate.kernel, candidate.transform), {})[candidate.role] = candidate
     for (kernel, transform), candidates in by_kernel.items():
-        # Centering x leaves dgrad as it is, so there the kernel's own candidate serves.
+        # Centering x does not change dgrad, so that role's candidate is the one without a transform.
         kernels = by_kernel.get((kernel, Transform.NONE), {}) | candidates
         time_us = costs.step_us(kernels) if set(kernels) == set(costs.roles) else None
         if not time_us:

@@ -1,4 +1,4 @@
-"""Training curves of twins, their difference, and how well that difference is known."""
+"""Training curves of twins, and their difference with its interval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ MOST_POINTS = 200  # more would only blur into each other
 
 @dataclass(frozen=True)
 class Window:
-    """The examples up to ``step`` since the window before."""
+    """The examples after the window before, up to ``step``."""
 
     step: int
     examples: int
     log_loss: float
-    best: float | None  # log-loss of the data's own generator, where it is known
+    best: float | None  # log-loss of the data's own generator, if known
 
 
 def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str, other: str = "") -> Curves | None:
-    """Curves of what was trained. Twins are compared window by window, since both saw the same examples in each."""
+    """The curves of what was trained. Twins are compared window by window, since in each both saw the same examples."""
     names = {HIGH: high_precision, PLANNED: "LoKA", "training": "log-loss"}
     windows = {name: _merge(_windows(lines)) for name, lines in training.items()}
     if not any(windows.values()):
@@ -49,7 +49,7 @@ def _windows(lines: Sequence[MetricsLine]) -> list[Window]:
 
 
 def _merge(windows: list[Window]) -> list[Window]:
-    """Neighbours made one until there are at most MOST_POINTS, each loss weighing as its examples."""
+    """Neighbouring windows merged, until there are at most MOST_POINTS; losses are weighted by examples."""
     size = max(1, -(-len(windows) // MOST_POINTS))
     groups = [windows[start : start + size] for start in range(0, len(windows), size)]
     return [_merged(group) for group in groups]
@@ -67,7 +67,7 @@ def _merged(group: list[Window]) -> Window:
 
 
 def _difference(twins: dict[str, list[Window]], name: str) -> CurveDifference | None:
-    """Of the twin ``name`` from the high-precision one, where both are there."""
+    """The difference of the twin ``name`` from the high-precision one, at the steps that both have."""
     high = {window.step: window.log_loss for window in twins.get(HIGH, ())}
     pairs = [(window.step, window.log_loss, high[window.step]) for window in twins.get(name, ()) if window.step in high]
     if not pairs:

@@ -12,7 +12,7 @@ from loka.report.page_data import FormatRange, Histogram, SiteDistribution
 if TYPE_CHECKING:
     from torch import Tensor
 
-INT8_COARSE = 8  # an int8 code below it has fewer significant bits than e4m3
+INT8_COARSE = 8  # smaller int8 codes have fewer significant bits than e4m3
 
 
 def format_ranges() -> tuple[FormatRange, ...]:
@@ -46,7 +46,7 @@ def draw_distributions(record: Record, plan: PlanDocument | None) -> tuple[SiteD
 
 
 def _planned_format(site: SitePlan) -> Format | None:
-    """The format in which the plan casts x, where this machine knows the kernel."""
+    """The 8-bit format in which the plan casts x; None for high precision, or a kernel that this machine does not know."""
     from loka.kernels.contract import KERNELS
 
     kernel = site.kernels[Role.FPROP].kernel
@@ -57,7 +57,7 @@ def _planned_format(site: SitePlan) -> Format | None:
 
 
 def histogram_of(counts_B: "Tensor | None") -> Histogram | None:
-    """Counts by binade, zeros last, as shares from the first binade with a value on; None where every value is zero."""
+    """Counts by binade (zeros last) as shares, from the first binade with a value to the last; None without a nonzero value."""
     from loka.probe.statistics.binades import BINADES, LOWEST
 
     if counts_B is None or not counts_B.isfinite().all() or not counts_B[:BINADES].any():

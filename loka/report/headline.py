@@ -1,4 +1,4 @@
-"""The answer first: one sentence and a few large numbers, from the best that was measured so far."""
+"""The answer first: one sentence and a few large numbers, from the last stage that was reached."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ NEUTRAL = 0.0002  # a relative change of log-loss that recommendation teams call
 
 
 def headline(run: Run) -> str:
-    """What was measured of the whole model; else what the plan promises; else how far the run has come."""
+    """What was measured of the whole model; without that, what the plan promises; otherwise how far the run has come."""
     if run.comparison and run.comparison.times:
         best = main_times(run.comparison, run.plan)
         quality = next((pair for pair in run.comparison.quality if pair.goal is best.goal), None)
@@ -33,13 +33,13 @@ def headline(run: Run) -> str:
 
 
 def main_times(comparison: Comparison, plan: PlanDocument | None) -> TimePair:
-    """The times of the plan's own goal, where they were taken."""
+    """The times for the plan's own goal, or the first where those were not taken."""
     goals = {pair.goal: pair for pair in comparison.times}
     return goals.get(plan.goal if plan else Goal.SERVING, comparison.times[0])
 
 
 def planned_speedup(plan: PlanDocument) -> float:
-    """All sites together, casts included: what the Survey promises of them."""
+    """The speed-up of all sites together, casts included, by the Survey's times."""
     after = sum(site.time_us for site in plan.sites)
     return sum(site.baseline_us for site in plan.sites) / after if after else 1.0
 
@@ -98,14 +98,15 @@ def tiles(run: Run) -> tuple[Tile, ...]:
         share = sum(shares(run.plan)[site.site] for site in low)
         note = f"{percent(share)} of the sites' time{_kernels_chosen(low)}"
         found.append(Tile("sites in low precision", f"{len(low)} of {len(run.plan.sites)}", note))
-        if low and not run.comparison:  # what was measured of the whole says more
+        if low and not run.comparison:  # a comparison of whole models says more
             note = "sum of their GEMMs and casts, each measured separately"
             found.append(Tile("all sites, by the plan", times_faster(planned_speedup(run.plan)), note, True))
     return tuple(found)
 
 
 def _quality_tile(pair: QualityPair) -> Tile:
-    """Bad where the loss has risen by more than is nothing; good where it is known not to have, within what teams count."""
+    """Bad where the loss is known to have risen, and by more than ``nothing``; good where it is known to have risen by no more.
+    ``nothing`` is a change that teams do not count, or as much as another high precision may change."""
     value, _, spread = change_percent(pair.change).partition(f" ±{NBSP}")
     note = f"± {spread}; {pair.high_log_loss:.5f} → {pair.planned_log_loss:.5f}"
     nothing = max(NEUTRAL, abs(pair.other.low), abs(pair.other.high)) if pair.other else NEUTRAL

@@ -1,4 +1,4 @@
-"""From a run to the page: gather what is shown, and put it with style and script into one HTML file."""
+"""From a run to the page: gather what it shows, and put that into one HTML file with style and script."""
 
 from importlib import resources
 
@@ -48,7 +48,7 @@ def render_page(page: Page) -> str:
     """One HTML file that needs no other: data, style and script are inside."""
     folder = resources.files("loka.report") / "page"
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
-    # "<" would let a site's name close the script it is written into; inside a JSON string the escape means the same.
+    # With "<", a site's name could close the script that it is written into. In a JSON string the escape means the same.
     data = msgspec.json.encode(page).decode().replace("<", "\\u003c")
     parts = {"STYLE": texts["page.css"], "DATA": data, "SCRIPT": "\n".join(texts[name] for name in SCRIPTS)}
     html, *pieces = texts["page.html"].split("/*LOKA:")
@@ -63,7 +63,7 @@ def _dtype(run: Run) -> Format | None:
 
 
 def _findings(run: Run) -> tuple[FindingCard, ...]:
-    """The Record's, which know their site and remedy; else the Survey's words."""
+    """The Record's findings, which have a site and a remedy; without a Record the Survey's, which are only text."""
     if run.record:
         return tuple(_card(finding) for finding in run.record.findings)
     return tuple(FindingCard(text) for text in run.survey.findings) if run.survey else ()
@@ -75,7 +75,7 @@ def _card(finding: Finding) -> FindingCard:
 
 
 def _remedy(name: str | None) -> str:
-    """What to do: transforms are the planner's to choose, Mods the user's to apply."""
+    """What to do: transforms are chosen by the planner, Mods are applied by the user."""
     if name is None:
         return ""
     if name in list(Transform):
@@ -105,7 +105,7 @@ def _time_bars(comparison: Comparison) -> tuple[TimeBars, ...]:
 
 
 def _kinds(pair: TimePair) -> tuple[TimeBar, ...]:
-    """Kinds of work that both twins do, longest first, then those of one alone; behind them what the device waits."""
+    """Kinds of work that both twins do, longest first; then those of one twin; last the time that the device waits."""
     high, planned = pair.high_by_kind, pair.planned_by_kind
     bars = [TimeBar(kind, high.get(kind, 0.0), planned.get(kind, 0.0), kind == WAITING) for kind in {**high, **planned}]
     return tuple(sorted(bars, key=lambda bar: (bar.is_idle, not (bar.high_us and bar.planned_us), -bar.high_us)))

@@ -1,4 +1,4 @@
-"""What the page shows, as plain data. Python decides every number and word; the page's scripts only draw."""
+"""What the page shows, as plain data. Every number and word is decided in Python; the page's scripts only draw."""
 
 from loka.core.survey import Struct
 
@@ -13,7 +13,7 @@ class Tile(Struct, frozen=True):
 
 
 class MissingPart(Struct, frozen=True):
-    """A part of the run that is not there or cannot be read, and the command that makes it."""
+    """A part of the run that is not there, cannot be read, or does not fit the rest; and the command that makes it."""
 
     part: str
     why: str
@@ -21,7 +21,7 @@ class MissingPart(Struct, frozen=True):
 
 
 class MapPoint(Struct, frozen=True):
-    """A site on the map: under the kernels the plan chose, or under those that came closest."""
+    """A site on the map: with the kernels that the plan chose, or with the one that came closest."""
 
     site: str
     shape: str
@@ -68,14 +68,14 @@ class RejectedFor(Struct, frozen=True):
 
     reason: str
     count: int
-    where: tuple[str, ...]  # the first of them
+    where: tuple[str, ...]  # the first of these places
 
 
 class Rejection(Struct, frozen=True):
     """Kernels that were refused for the same reasons at the same places, and those reasons."""
 
     kernels: tuple[str, ...]
-    count: int  # of refusals, of all of them
+    count: int  # of refusals of all these kernels
     reasons: tuple[RejectedFor, ...]
 
 
@@ -90,7 +90,7 @@ class Histogram(Struct, frozen=True):
 
 class SiteDistribution(Struct, frozen=True):
     site: str
-    format: str  # in which the plan casts it, or would have
+    format: str  # in which the plan casts x; the device's usual one if it does not
     x: Histogram | None = None
     dy: Histogram | None = None
     notes: tuple[str, ...] = ()
@@ -100,8 +100,8 @@ class FormatRange(Struct, frozen=True):
     """An 8-bit format, in binades below its largest value. A tensorwise scale puts that at the tensor's largest."""
 
     name: str
-    normal: float  # above this the format has all its bits
-    flush: float  # below this a value becomes zero
+    normal: float  # down to here values keep all the format's bits
+    flush: float  # further down they become zero
 
 
 class FindingCard(Struct, frozen=True):
@@ -119,7 +119,7 @@ class Curve(Struct, frozen=True):
 
 
 class CurveDifference(Struct, frozen=True):
-    """Relative change of log-loss in %, window by window; from the second on its mean so far and the 95 % interval of that."""
+    """Relative change of log-loss in %, window by window; from the second on, the mean so far with its 95 % interval."""
 
     steps: tuple[int, ...]
     change: tuple[float, ...]
@@ -130,7 +130,7 @@ class CurveDifference(Struct, frozen=True):
 
 class Curves(Struct, frozen=True):
     curves: tuple[Curve, ...]
-    best: Curve | None = None  # what the generator of the data itself would reach
+    best: Curve | None = None  # what the data's own generator would reach
     difference: CurveDifference | None = None  # of the planned twin from the high-precision one
     other: CurveDifference | None = None  # of a twin in another high precision
     other_name: str = ""
@@ -140,7 +140,7 @@ class TimeBar(Struct, frozen=True):
     kind: str
     high_us: float
     planned_us: float
-    is_idle: bool = False  # no work of the device: it waits
+    is_idle: bool = False  # time in which the device waits
 
 
 class TimeBars(Struct, frozen=True):

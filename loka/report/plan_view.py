@@ -13,8 +13,8 @@ from loka.report.attempts import closest_attempt
 from loka.report.page_data import MapPoint, PlanRow, RejectedFor, Rejection, SiteMap
 from loka.report.words import number
 
-_NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w)")  # and not the digits of a name such as e4m3
-_ANY, _HOLE = "…", "\0"  # what stands for one, as shown and as compared: no reason holds the latter
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w)")  # but not the digits of a name such as e4m3
+_ANY, _HOLE = "…", "\0"  # stand for a number when reasons are shown, and when they are compared: no reason holds the latter
 MOST_PLACES = 30  # sites named for one reason; the count says how many there are
 
 
@@ -25,7 +25,7 @@ def shares(plan: PlanDocument) -> dict[str, float]:
 
 
 def draw_map(plan: PlanDocument, survey: SurveyDocument | None) -> SiteMap:
-    """Chosen sites as planned; the others, where a survey is there, under the kernel that came closest."""
+    """Chosen sites as planned; if there is a survey, the others with the kernel that came closest."""
     surveyed, share = _by_name(survey), shares(plan)
     one_limit = len(set(plan.max_error.values())) == 1
     points, off = [], []
@@ -113,8 +113,8 @@ def list_plan(plan: PlanDocument, survey: SurveyDocument | None) -> tuple[PlanRo
 
 
 def list_rejected(plan: PlanDocument) -> tuple[Rejection, ...]:
-    """Those with most to say first: what was tried and lost, before what cannot run here. Reasons that are equal but for their
-    numbers are told once."""
+    """Refusals, those with most reasons first: so kernels that were tried and lost come before those that cannot run here.
+    Reasons that differ only in their numbers are given once."""
     places: dict[str, dict[str, list[tuple[str, str]]]] = defaultdict(lambda: defaultdict(list))
     for site in plan.sites:
         for refusal in site.refused:
@@ -140,7 +140,7 @@ def _most_frequent_first(reasons: dict[str, list[tuple[str, str]]]) -> tuple[Rej
 
 
 def _in_one(texts: Sequence[str]) -> str:
-    """What sentences say that are equal but for their numbers; … for a number that is not the same in all."""
+    """One sentence for several that differ only in their numbers, with … for each number that is not the same in all."""
     numbers = [same[0] if len(set(same)) == 1 else _ANY for same in zip(*map(_NUMBER.findall, texts), strict=True)]
     words = _NUMBER.split(texts[0])
     return "".join(word + number for word, number in zip(words, [*numbers, ""], strict=True))

@@ -1,4 +1,4 @@
-"""Reading a run's folder: whatever is there, and for the rest why not and the command that makes it."""
+"""Reading a run's folder: what is there, and for all else why it is missing and the command that makes it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from loka.report.page_data import MissingPart
 
 Part = TypeVar("Part", Record, SurveyDocument, PlanDocument, Comparison)
 
-# By part its file, and the command that makes it.
+# For each part its file, and the command that makes it.
 PARTS = {
     "record": (RECORD_FILE, "loka probe WORKLOAD -o {run}"),
     "survey": ("survey.json", "loka measure {run}"),
@@ -54,22 +54,23 @@ class Run:
 
 
 def read_run(run: str | Path) -> Run:
-    """Read what the folder ``run`` holds. A file that is damaged, of another schema, or of another model than the newest counts
-    as missing, with the reason."""
+    """Read what the folder ``run`` holds. A file that is damaged, has another schema, or is of another model than the newest
+    file is left out, and listed as missing with the reason. A survey of another record, or a plan of another survey, is listed
+    too, but not left out."""
     path = Path(run)
     if not path.is_dir():
         what = f"{run} is a file" if path.exists() else f"there is no folder {run}"
         raise InvalidInput(f"{what}: name a run's folder, or make one with `loka demo`")
     missing: list[MissingPart] = []
-    models: dict[str, str] = {}  # by part the fingerprint of its model
+    models: dict[str, str] = {}  # the fingerprint of each part's model
 
     def lacks(part: str, why: str) -> None:
-        named = quote(str(run).encode(errors="replace").decode())  # a name that is no text
+        named = quote(str(run).encode(errors="replace").decode())  # the name may not be valid text
         missing.append(MissingPart(part, why, PARTS[part][1].format(run=named)))
 
     def read(part: str, load: Callable[[], Part]) -> Part | None:
         if not (path / PARTS[part][0]).exists():
-            if part != "comparison" or (path / TWINS).is_dir():  # which only a demo makes, of its own model
+            if part != "comparison" or (path / TWINS).is_dir():  # a comparison is made by a demo alone, of its own model
                 lacks(part, f"there is no {PARTS[part][0]}")
             return None
         try:
@@ -85,14 +86,15 @@ def read_run(run: str | Path) -> Run:
     plan = read("plan", lambda: Plan.load(path).document)
     comparison = read("comparison", lambda: Comparison.load(path))
     training = _read_training(path)
-    # Commands write into the same folder by default, so that it may hold two models' parts: those of the last one count.
+    # Commands write into the same folder by default, so it may hold parts of two models: those of the newest file's count.
     newest = max(models, key=lambda part: (path / PARTS[part][0]).stat().st_mtime_ns, default="")
     others = [part for part, model in models.items() if model != models[newest]]
     if "comparison" in others and training:
         others.append("training")  # of the models that were compared
     for part in others:
         lacks(part, f"{PARTS[part][0]} belongs to a different model than {PARTS[newest][0]}")
-    # Older files name nothing: a Survey then is of no Record that has an id, and a plan of no Survey that names its Record.
+    # Older files do not name what they were made from. Such a survey is taken for another's if the record has an id, and such a
+    # plan if the survey names its record.
     if record and survey and "survey" not in others and record.id and survey.record != record.id:
         lacks("survey", "survey.json was measured from a different record than the one in this folder")
     if survey and plan and "plan" not in others and (plan.survey or survey.record) and plan.survey != survey.digest:

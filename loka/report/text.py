@@ -41,7 +41,7 @@ def _parts(page: Page) -> Iterator[RenderableType]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Columns that end in > are numbers, to the right."""
+    """A table; columns whose title ends in > hold numbers, aligned to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
@@ -57,7 +57,7 @@ def _tiles(tiles: tuple[Tile, ...]) -> Table:
 
 @dataclass(frozen=True)
 class _PlanTable:
-    """The rows with the most of the time, and their reasons, in a column where there is room for one."""
+    """The rows with the largest shares of the time, and their reasons: in a column if there is room, otherwise below."""
 
     rows: tuple[PlanRow, ...]
     goal: str

@@ -9,7 +9,7 @@ NBSP = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
 
 
 def number(value: float) -> str:
-    """Three significant digits, no exponent where a reader would not want one."""
+    """Three significant digits, with an exponent below 0.001 and from 1,000 on."""
     if value == 0:
         return "0"
     return f"{value:.3g}".replace("-", MINUS) if 1e-3 <= abs(value) < 1e4 else f"{value:.2e}".replace("-", MINUS)
@@ -40,6 +40,6 @@ def change_percent(change: Estimate) -> str:
 
 
 def duration(time_us: float) -> str:
-    """Three digits and the unit they read best in."""
+    """Three digits, in the unit that reads best."""
     value, unit = (time_us, "µs") if time_us < 999.5 else (time_us / 1e3, "ms") if time_us < 999.5e3 else (time_us / 1e6, "s")
     return f"{value:.3g}{NBSP}{unit}" if value < 999.5 else f"{value:,.0f}{NBSP}{unit}"

@@ -10,7 +10,7 @@ from loka.report.run import read_run
 def write_report(run: str | Path) -> Path:
     """Write ``run/report.html`` from what the folder holds, and return its path.
 
-    One file that works offline. A run that is not complete gives a page that says what is missing and the command for it.
+    It is one file that works offline. If the run is not complete, it says what is missing and which command makes that.
     """
     path = Path(run) / "report.html"
     page = gather_page(read_run(run))

@@ -39,7 +39,7 @@ def adapt(model: Recommender, config: TrainConfig, batches: Iterator[Batch]) -> 
 
 
 def guard_of(model: Recommender, config: TrainConfig) -> Guard | None:
-    """The Guard of a planned run; none where the Record that its plan was made from does not lie beside it."""
+    """The Guard of a planned run; None where no Record lies beside the plan."""
     if not config.plan or not config.guard_every:
         return None
     folder = Path(config.plan).parent if Path(config.plan).is_file() else Path(config.plan)

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file each, whole or not there, with its JSON in the header. Nothing is pickled.
+"""Checkpoints: one safetensors file each, written whole or not at all, with JSON in its header. Nothing is pickled.
 
 The header's ``loka`` entry is ``{"schema": "loka.checkpoint/1", "step": …, "config": …, "metrics_bytes": …}``.
 """
@@ -22,7 +22,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: str
     step: int  # steps done
     config: dict[str, object]
-    metrics_bytes: int  # length of the metrics file at this step; what a killed run wrote behind it is cut off on resume
+    metrics_bytes: int  # length of the metrics file at this step; on resume, what a killed run wrote after it is cut off
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ import msgspec
 from loka.core.errors import InvalidInput
 from loka.core.plan import digest_of_plan
 
-Option = str | int | float | tuple[int, ...]  # a command line gives text, which the model or data set reads as it needs
+Option = str | int | float | tuple[int, ...]  # from a command line it is text, and the model or data set converts it
 
-# A run may save or be checked more or less often, move to another folder, be launched otherwise: none of it decides a number.
+# A run may be saved or checked more or less often, move to another folder, be launched otherwise: no number depends on that.
 _FREE_ON_RESUME = ("checkpoint_every", "guard_every", "out", "data_path", "cuda_graphs")
 
 
 _LEAST = {"steps": 1, "batch_size": 1, "log_every": 1, "checkpoint_every": 1}
 _LEAST |= {"warmup_steps": 0, "decay_steps": 0, "guard_every": 0}
-_PAST = 2**62  # what no counter or seed of torch's reaches
+_PAST = 2**62  # beyond what counters and seeds may reach
 
 
 class Precision(StrEnum):
@@ -111,7 +111,7 @@ class TrainConfig:
     def identity(self, device_type: str) -> dict[str, object]:
         """The fields that decide the run's numbers, as JSON holds them: a checkpoint continues only a run with the same."""
         fields = asdict(self) | {"device": device_type, "plan": self.plan and digest_of_plan(self.plan)}
-        for name in ("mods", "plan"):  # checkpoints from before there were any know neither
+        for name in ("mods", "plan"):  # older checkpoints, from before there were any, have neither field
             if not fields[name]:
                 del fields[name]
         if not self.decay_steps:

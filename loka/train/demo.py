@@ -1,6 +1,6 @@
 """The whole of LoKA on one model: train under the Probe, measure, plan, train on, serve, compare with a high-precision twin.
 
-Every stage leaves its file in the run's folder and is skipped where that is there, so an interrupted demo goes on.
+Every stage leaves its file in the run's folder and is skipped if the file is there, so an interrupted demo can continue.
 """
 
 import textwrap
@@ -57,7 +57,7 @@ CHECK_BATCHES = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """What a demo is doing, for whoever watches: ``say`` a line, and progress for steps and for measured sites."""
+    """How a demo reports what it is doing: ``say`` takes a line, ``steps`` and ``pieces`` show progress."""
 
     say: Callable[[str], None] = lambda line: None
     steps: Callable[[], Progress] = Silent
@@ -80,7 +80,7 @@ def run_demo(settings: DemoSettings, out: str | Path, stage: Stage | None = None
 
 
 def has_begun(out: str | Path) -> bool:
-    """Whether there is something in the folder ``out`` that ``run_demo`` would go on from."""
+    """Whether the folder ``out`` holds a checkpoint that ``run_demo`` would continue from."""
     return bool(list_checkpoints(RunFolder(out).checkpoints))
 
 
@@ -133,7 +133,7 @@ class _Demo:
         )
 
     def plan(self, survey: Survey) -> None:
-        """training/plan.json, serving/plan.json, and as plan.json that of the goal."""
+        """training/plan.json, serving/plan.json, and plan.json, a copy of the one for the demo's goal."""
         self.stage.say("3/5  planned: the fastest kernels that are accurate enough, for training and for serving")
         for goal in Goal:
             if not (self.folder / goal / "plan.json").exists():
@@ -159,7 +159,8 @@ class _Demo:
         return checked.plan
 
     def _if_faster(self, plan: Plan) -> Plan:
-        """``plan`` if it makes a whole training step faster, optimizer and casts of weights included; else one of nothing."""
+        """``plan`` if it makes a whole training step faster, with optimizer and casts of weights; otherwise a plan that moves
+        nothing."""
         low = [site.site for site in plan.sites if site.is_low_precision]
         if not low:
             return plan
@@ -173,7 +174,8 @@ class _Demo:
         return plan.giving_back(dict.fromkeys(low, f"the plan made a whole training step {speedup:.2f}× as fast"))
 
     def train_twins(self) -> None:
-        """twins/<name>, trained on from the same checkpoint on the same batches: in high precision, in another, by the plan."""
+        """twins/<name>, all trained on from one checkpoint and on the same batches: in high precision, in another high
+        precision, and by the plan. Where the plan moves nothing, the first alone."""
         words = {HIGH: "in high precision", OTHER: f"in {self._other}, for comparison", PLANNED: "by the plan"}
         if not self._trains_low:
             words = {HIGH: "in high precision: no kernel makes a training step faster here"}
@@ -190,7 +192,7 @@ class _Demo:
                 self._run_steps(trainer, self.config.steps or 0, run)
 
     def compare(self) -> Comparison:
-        """comparison.json; a plan that moves nothing leaves nothing to compare."""
+        """comparison.json. Where a plan moves nothing there is nothing to compare."""
         self.stage.say("5/5  served and compared")
         quality, times = [], []
         if self._trains_low:
@@ -225,7 +227,7 @@ class _Demo:
         return compare_times(Goal.TRAINING, self.config.batch_size, *twins, compiled=self.config.compile)
 
     def _step_twins(self, high: Trainer, planned: Trainer, plan: Plan) -> tuple[Twin, Twin]:
-        """Both with a training step to time, the second by ``plan``."""
+        """Both trainers with a training step to time, after applying ``plan`` to the second."""
         self._apply(plan, planned.model)
         batch = next(self.data.train(self.config.batch_size))
         return Twin(high.model, lambda: high.step(batch)), Twin(planned.model, lambda: planned.step(batch))
@@ -255,8 +257,8 @@ class _Demo:
         return other_precision(Format(self.settings.precision))
 
     def _trainer(self, name: str = HIGH) -> tuple[Trainer, str]:
-        """A model with the Mods, from the same weights every time, and what the Mods did in a line."""
-        torch.compiler.reset()  # or the graphs of all the demo's models would add up to torch's limit, and the last run eager
+        """A trainer of a model with the Mods, with the same weights every time; and a line about what the Mods did."""
+        torch.compiler.reset()  # or graphs of all the demo's models would add up to torch's limit, and the last would run eager
         torch.manual_seed(self.settings.seed)
         model = build_model("wukong", self.settings.preset, self.data.schema, **self.settings.model_options)
         changes = apply_mods(model.dense_part, example=example_of(model.to(self.device), self.data, 64))
@@ -268,7 +270,7 @@ class _Demo:
         return Trainer(model, config), str(changes).partition("\n")[0]
 
     def _trained(self, name: str) -> Trainer:
-        """The twin's weights in a model that runs in high precision."""
+        """The weights of twin ``name`` in a model that runs in high precision."""
         trainer, _ = self._trainer()
         _load_newest(trainer, self.folder / TWINS / name)
         return trainer
@@ -303,14 +305,15 @@ def _load_newest(trainer: Trainer, run: Path) -> None:
 
 
 def _round_inputs(module: nn.Module) -> None:
-    """bf16 operands in an fp32 model, gradients too. Autocast is hundreds of times slower on a CPU without bf16 units."""
+    """Round the inputs of linear layers to bf16 in an fp32 model, and so the gradients of these inputs. Autocast is hundreds of
+    times slower on a CPU without bf16 units."""
     for site in module.modules():
         if isinstance(site, nn.Linear):
             site.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().to(inputs[0].dtype),))
 
 
 def _kernels(device: torch.device) -> list[str] | None:
-    """On a CPU 8-bit kernels alone, which is what a demo of 8 bits is about; `loka measure` lets bf16 compete too."""
+    """On a CPU all but bf16: this is a demo of 8 bits. `loka measure` lets bf16 compete too."""
     if device.type == "cuda":
         return None
     return [name for name in KERNELS.names() if not is_oracle(name) and name != "torch.bf16"]

@@ -11,7 +11,7 @@ from loka.train.config import Option, Precision, TrainConfig
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """How large a demo is. ``goal`` is that of the plan in the run's own folder; training has one of its own beside it."""
+    """How large a demo is. Each goal has a plan in its own folder; the plan.json in the run's folder is that for ``goal``."""
 
     preset: str
     goal: Goal
@@ -39,7 +39,7 @@ class DemoSettings:
             compile=self.compile,
             cuda_graphs=self.compile,
             warmup_steps=self.probe_steps // 2,
-            decay_steps=self.twin_steps,  # so that twins end near each other, if nothing but chance divides them
+            decay_steps=self.twin_steps,  # so that twins which differ by chance alone end near each other
             seed=self.seed,
             device=self.device,
             log_every=max(1, self.twin_steps // 40),
@@ -56,14 +56,14 @@ class DemoSettings:
 def settings_for(device: torch.device) -> DemoSettings:
     """What shows LoKA in a few minutes: on a CPU INT8 in serving, on a GPU FP8 in training."""
     if device.type == "cuda":
-        # Half the layers, which are alike, are half the compiling and half of a checkpoint's gigabytes.
+        # Layers are alike: half of them take half the compiling and half of a checkpoint's gigabytes.
         fewer: dict[str, Option] = {"n_layers": 2}
         return DemoSettings(
             "base", Goal.TRAINING, 8192, 160, 160, 16, Precision.BF16, compile=True,
             model_options=fewer, unlike_preset="2 layers", checkpoint_every=160,
         )  # fmt: skip
     is_fast = torch.backends.cpu.get_cpu_capability() == "AVX512"  # others are several times as slow
-    # The preset's own layers are too narrow to be worth a cast; in these GEMMs are most of the time, as in real models.
+    # The preset's own layers are too narrow to be worth a cast; with these, GEMMs take most of the time, as in real models.
     widths = (1536, 768) if is_fast else (1024, 512)
     # Rows of a batch, steps under the Probe and of each twin, batches to compare them on.
     sizes = (1024, 120, 80, 48) if is_fast else (512, 60, 40, 48)

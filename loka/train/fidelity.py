@@ -1,8 +1,8 @@
-"""Fidelity of the Probe: the FP8 errors predicted from what it learned, beside those on held-out batches of real rows.
+"""Fidelity of the Probe: FP8 errors as predicted from what it learned, beside those on held-out batches of real rows.
 
-Other predictions stand beside: from the same rows drawn, without what the Probe saw 8 bits make of y and dw; from a normal
-distribution of the same mean and covariance; from randn of the same rms; and from the very rows the Probe saw, which it does
-not keep.
+Four other predictions are given for comparison: from the same drawn rows, but without what the Probe saw 8 bits make of y and
+dw; from a normal distribution of the same mean and covariance; from randn of the same rms; and from the very rows that the
+Probe saw, which it does not keep.
 
 Axes:  B batches,  M rows of a batch,  K in_features,  N out_features.
 """
@@ -31,8 +31,8 @@ from loka.probe.watch import watch
 
 METRICS = ("mere_floored", "relative_rms")
 PREDICTORS = ("learned", "drawn", "gaussian", "randn", "reservoir")
-FEW = 4  # batches for fprop and dgrad, whose error is an average over rows; wgrad's is one of a whole batch
-DRAWN = 32  # batches a prediction is made of
+FEW = 4  # batches for fprop and dgrad, whose error is a mean over rows; wgrad has only one for a whole batch
+DRAWN = 32  # batches that a prediction is made from
 
 Rows = tuple[Tensor, Tensor]  # x_MK and dy_MN of one batch
 Draw = Callable[[], Rows]
@@ -41,7 +41,7 @@ Errors = dict[str, tuple[float, float]]  # by role and recipe, the METRICS
 
 @dataclass
 class SiteRows:
-    """What one site saw: rows that the Probe learned from, and two halves of held-out ones."""
+    """What one site saw: the batches that the Probe learned from, and two halves of the held-out ones."""
 
     weight_NK: Tensor
     learned: list[Rows] = field(default_factory=list)
@@ -50,7 +50,7 @@ class SiteRows:
 
 @dataclass(frozen=True)
 class SiteFidelity:
-    """The errors of one site: on both halves of the held-out batches, and as each predictor has them."""
+    """The errors of one site: on each half of the held-out batches, and as each predictor predicts them."""
 
     halves: tuple[Errors, Errors]
     predicted: dict[str, Errors]
@@ -65,8 +65,9 @@ def study(
 ) -> dict[str, SiteFidelity]:
     """The fidelity at every linear layer of ``model``, heads excepted: they stay in high precision whatever their error.
 
-    The model stands still. Of ``n_batches`` every second is the Probe's, and the others are held out, in two halves. The Probe
-    takes all rows and forgets none, or ``some_rows`` of a batch, and forgets older ones, as it does when a model trains.
+    The model stands still. Every second of ``n_batches`` is the Probe's; the others are held out, in two halves. The Probe
+    takes all rows and forgets none. With ``some_rows`` it takes that many of a batch and forgets older ones, as it does in
+    training.
     """
     sites = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     rows = {name: SiteRows(site.weight.detach().clone()) for name, site in sites.items()}
@@ -92,11 +93,11 @@ def study(
 def study_planted(
     planted: Callable[[torch.Generator], Rows], weight_NK: Tensor, n_batches: int, some_rows: int | None = None
 ) -> SiteFidelity:
-    """The fidelity at a linear layer that sees the x and gets exactly the dy that ``planted`` makes."""
+    """The fidelity at a linear layer whose x and dy are exactly those that ``planted`` makes."""
     n, k = weight_NK.shape
     site = nn.Linear(k, n, bias=False)
     site.weight = nn.Parameter(weight_NK.clone())
-    model = nn.Sequential(site, nn.Linear(n, 1))  # the second is there for the first to be no head
+    model = nn.Sequential(site, nn.Linear(n, 1))  # without the second, the first would be a head
     generator = torch.Generator().manual_seed(0)
 
     def loss(rows: Rows) -> Tensor:
@@ -155,7 +156,8 @@ def _draw(predictor: str, rows: SiteRows, site: SiteRecord, m: int, generator: t
 def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, corrections: Mapping[Role, Correction]) -> Errors:
     """Over all batches: the mean of ``mere_floored``, and rms(error)/rms(reference), corrected as ``measure`` does.
 
-    A batch's own relative_rms is as large as its dw happens to be small, and its mean takes hundreds of batches to settle.
+    Not the mean of each batch's relative_rms: that is large where a batch's dw happens to be small, so the mean would take
+    hundreds of batches to settle.
     """
     sums: dict[Option, tuple[float, float, float]] = {}
     for index in range(n_batches):
@@ -183,7 +185,7 @@ def _errors(draw: Draw, weight_NK: Tensor, n_batches: int, corrections: Mapping[
 
 @cache
 def fp8_options(m: int, n: int, k: int) -> tuple[Option, ...]:
-    """Every FP8 recipe of the oracle at every role that it can be at."""
+    """Every FP8 recipe of the oracle at every role that takes it."""
     device = device_of(torch.device("cpu"))
     options = [
         Option(name, role)

@@ -1,4 +1,4 @@
-"""Low precision without asking: one kernel at every linear layer but the prediction heads. What LoKA is compared with."""
+"""Low precision without a choice: one kernel at every linear layer but the prediction heads. LoKA is compared with this."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,8 +30,8 @@ def apply_everywhere(model: nn.Module, example: tuple[Any, ...], kernel: str, *,
     """Swap every linear layer of ``model`` for one that runs all its roles on ``kernel``, in place; heads stay.
 
     ``example`` are the arguments of one forward call with as many rows as the model will see: a kernel may refuse a shape.
-    Whatever it takes is moved, whether it pays and whether it is precise enough or not. One that never trains holds the codes
-    of its weights in their place, as a frozen model does.
+    Every layer that the kernel takes is moved, whether that pays and is precise enough or not. A model that never trains
+    (``trains=False``) holds codes in place of its weights, as a frozen one does.
     """
     found = find_blocks(model, example)
     rows = _rows_of_calls(model, example)
@@ -68,7 +68,7 @@ def _refusal(site: nn.Linear, rows: int | None, kernel: str, roles: tuple[Role, 
 
 
 def _rows_of_calls(model: nn.Module, example: tuple[Any, ...]) -> dict[str, int]:
-    """Rows that each linear layer is called with; the most where it is called several times."""
+    """How many rows each linear layer is called with, at most."""
     rows: dict[str, int] = {}
 
     def note(name: str, x: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ def _rows_of_calls(model: nn.Module, example: tuple[Any, ...]) -> dict[str, int]
 
 
 def see_inputs(model: nn.Module, example: tuple[Any, ...], note: Callable[[str, torch.Tensor], None]) -> None:
-    """Run ``model`` once, and give ``note`` the name and the input of every linear layer that is called."""
+    """Run ``model`` once, and call ``note`` with the name and the input of every linear layer that is called."""
     handles = [
         module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
         for name, module in model.named_modules()

@@ -22,9 +22,9 @@ def run_jobs(
 ) -> Iterator[tuple[Job, Result]]:
     """``(job, run(job))`` for each job as it is done; none is started once ``budget_s`` seconds have passed.
 
-    With ``parallel`` above 1, that many processes work at once, each on one core: a small model leaves a GPU idle between
-    its launches, which others can use. ``run`` must then be a function of a module, and jobs be picklable. A job that is not
-    ready waits for others to be done, and lets them pass; one that is never ready is not run.
+    With ``parallel`` above 1, that many processes work at once, each on one core: a small model leaves a GPU idle between its
+    launches, and others can use it then. ``run`` must be a function of a module and jobs must be picklable. A job that is not
+    ready lets others go first; one that is never ready is not run.
     """
     deadline = time.monotonic() + budget_s
     todo = list(jobs)

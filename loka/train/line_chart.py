@@ -22,7 +22,7 @@ class Line:
 
 
 def line_chart(lines: Sequence[Line], *, title: str, x_label: str, y_label: str) -> str:
-    """The SVG's text. The y axis always holds 0, so that a difference is seen for what it is."""
+    """The SVG's text. The y axis always includes 0, so that a difference does not look larger than it is."""
     xs = [x for line in lines for x in line.x] or [0.0]
     ys = [y for line in lines for y in (*line.y, *line.low, *line.high) if math.isfinite(y)]
     x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT)

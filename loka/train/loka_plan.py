@@ -1,4 +1,4 @@
-"""From a model in training to its plan: Probe, measure, plan, check, as a user would do it."""
+"""From a model in training to its plan, as a user would do it: Probe, measure, plan, check."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -24,9 +24,9 @@ from loka.train.paired import Run, dataset_of, example_of, prepare
 from loka.train.precision import autocast, matmul_precision, resolve_device
 from loka.train.trainer import Trainer
 
-PROBE_SEED = 1_000_003  # of the runs that plans are made from: none of those that are compared
+PROBE_SEED = 1_000_003  # of the runs that plans are made from, which are none of those compared
 PROBED_STEPS, SAMPLES = 200, 10
-LEAST_CHECKED, CHECKED_EXAMPLES = 4, 16_384  # batches, and examples, of the joint check
+LEAST_CHECKED, CHECKED_EXAMPLES = 4, 16_384  # batches at least, and examples, of the joint check
 EMULATED = ("reference.tensorwise", "reference.rowwise", "reference.int8_rowwise")  # what a plan on the CPU chooses from
 
 
@@ -43,13 +43,13 @@ def record_run(trainer: Trainer, batches: Iterable[Batch], *, every: int) -> Rec
 
 
 def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = None) -> str:
-    """Write the plan of a planned arm into ``folder``: from a run of its own, for all seeds alike. Returns a line about it.
+    """Write the plan of a planned arm into ``folder``, and return a line about it. It is made from a run of its own, for all
+    seeds alike, and chooses from ``kernels`` and blocks; by default from all kernels, on the CPU from those that emulate 8
+    bits.
 
-    It chooses from ``kernels`` and blocks; if none are given from all, on the CPU from those that emulate 8 bits.
-
-    Whatever is accurate enough goes to 8 bits, in all its roles and whether it pays or not: the harder case for quality. The
-    joint check, where the arm has one, is made at the end of the run, on batches kept for it: what rounding costs grows as a
-    model learns.
+    Whatever is accurate enough goes to 8 bits, in all its roles and whether it pays or not: the harder case for quality. If the
+    arm has a joint check, it is made at the end of the run, on batches kept for it, since what rounding costs grows as a model
+    learns.
     """
     config = replace(run.config, seed=PROBE_SEED)
     device = resolve_device(config.device, config.precision)
@@ -81,13 +81,13 @@ def make_plan_for(run: Run, folder: Path, *, kernels: Sequence[str] | None = Non
 
 
 def _rounded(plan: Plan) -> str:
-    """How much of the plan is in 8 bits: what no kernel was accurate enough for, or none was given, stays out."""
+    """How much of the plan is in 8 bits: products for which no kernel was accurate enough, or given, are not."""
     roles = [site.block is not None or choice.error is not None for site in plan.sites for choice in site.kernels.values()]
     return f"{sum(roles)} of {len(roles)} products in 8 bits"
 
 
 def log_loss_of(model: Recommender, precision: Precision) -> Callable[[nn.Module, Batch], Tensor]:
-    """The loss that ``check_plan`` asks for: of the whole model, whose dense part is checked."""
+    """The loss for ``check_plan`` of a model's dense part: that of the whole model."""
 
     def loss(dense_part: nn.Module, batch: Batch) -> Tensor:
         with autocast(precision, batch.label_B.device):
@@ -98,7 +98,7 @@ def log_loss_of(model: Recommender, precision: Precision) -> Callable[[nn.Module
 
 
 def only_in_roles(survey: Survey, roles: Collection[str]) -> Survey:
-    """The survey without the 8-bit kernels of other roles, and without blocks, which have all."""
+    """The survey without the 8-bit kernels of other roles, and without blocks, which would run all roles."""
     sites = tuple(
         msgspec.structs.replace(
             site, candidates=tuple(c for c in site.candidates if c.role in roles or c.kernel == site.baseline), blocks=()
@@ -109,7 +109,8 @@ def only_in_roles(survey: Survey, roles: Collection[str]) -> Survey:
 
 
 def as_if_8_bits_always_paid(survey: Survey) -> Survey:
-    """The survey with high precision a million times as slow, and emulated kernels, which nobody times, as fast as any."""
+    """The survey with high precision a million times as slow, and with times of 1 or 2 µs for emulated kernels, which nobody
+    times."""
     sites = tuple(_site_as_if_8_bits_always_paid(site) for site in survey.sites)
     return Survey(msgspec.structs.replace(survey.document, sites=sites), survey.vectors)
 

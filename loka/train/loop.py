@@ -27,11 +27,11 @@ from loka.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to: the trained model, and its quality on the stream it learned from and on held-out examples."""
+    """The outcome of a run: the trained model, and its quality on the stream it learned from and on held-out examples."""
 
     model: Recommender
     steps: int
-    lifetime: Metrics  # of every prediction before its example was learned from
+    lifetime: Metrics  # of all predictions in training, each made before its example was learned from
     test: Metrics
     bad_rows: int  # malformed rows left out of the data
 
@@ -39,8 +39,8 @@ class TrainResult:
 def train(config: TrainConfig, *, resume: bool = False, progress: Progress | None = None) -> TrainResult:
     """Train a model as ``config`` says and score it on the data set's held-out part.
 
-    With ``resume`` a run that was stopped, even killed, continues from its newest checkpoint: on the CPU to the same bits as
-    if it had never stopped. Raises ``NonFiniteLoss`` when the loss is NaN or infinite.
+    With ``resume`` a run that was stopped, even killed, continues from its newest checkpoint; on the CPU the result is the same
+    to the bit as without the stop. Raises ``NonFiniteLoss`` when the loss is NaN or infinite.
     """
     progress = progress or Silent()
     device = resolve_device(config.device, config.precision)
@@ -93,18 +93,18 @@ def run_steps(
 ) -> None:
     """Train from where ``trainer`` stands up to ``steps``, each step inside ``around_step()``, with metrics and checkpoints.
 
-    What joins ``events`` on the way is written with the next line of metrics.
+    Events that join ``events`` meanwhile are written with the next line of metrics.
     """
     config = trainer.config
     clock, n_told = _Clock(), len(events)
-    untimed = trainer.window.examples  # of a window that a checkpoint divides
+    untimed = trainer.window.examples  # of the first window, if its beginning was trained before a checkpoint
     for batch in islice(data.train(config.batch_size, start=trainer.steps_done), max(0, steps - trainer.steps_done)):
         with around_step():
             trainer.step(batch)
         progress.step()
         is_last = trainer.steps_done == steps
         is_saved = folder is not None and (is_last or trainer.steps_done % config.checkpoint_every == 0)
-        # A run that is resumed reads from the metrics what was given back before its checkpoint.
+        # A resumed run reads from the metrics which sites were given back before its checkpoint.
         if is_last or trainer.steps_done % config.log_every == 0 or (is_saved and len(events) > n_told):
             _check_finite(trainer, data)
             row = replace(_close_window(trainer, clock, untimed), given_back=tuple(events[n_told:]))
@@ -165,7 +165,7 @@ def _check_finite(trainer: Trainer, data: Dataset) -> None:
 
 @contextmanager
 def _own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch for the block and give the caller's random state back behind it."""
+    """Seed torch for the block, and restore the caller's random state after it."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

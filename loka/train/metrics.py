@@ -1,7 +1,7 @@
 """What a click model is judged by: log-loss, normalized entropy (NE), AUC and calibration.
 
-Sums are kept on the device in float64 and read only when someone asks, so adding a batch never waits for the host.
-They add up exactly across batches and windows, and travel in checkpoints.
+Sums are kept on the device in float64 and read only when someone asks, so adding a batch waits for no device.
+They add up across batches and windows, and travel in checkpoints.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # AUC comes from two histograms of the logit, one for each label, with bins even in asinh(logit): 0.0004 wide around
-# zero and 0.04 % of the logit far out, up to ±8e4. Within a bin, pairs count as ties (half), so the error is far below
-# 1e-5, with 1 MiB of integers instead of every logit ever seen.
+# zero and 0.04 % of the logit far out, up to ±8e4. Within a bin pairs count as ties (half), so the error is far below
+# 1e-5. That takes 1 MiB of integers, not every logit ever seen.
 AUC_BINS = 1 << 16
 _ASINH_RANGE = 12.0
 
@@ -28,7 +28,7 @@ class Metrics:
     auc: float
     calibration: float  # mean prediction ÷ mean label: above 1 is over-predicting
     base_rate: float
-    best_ne: float  # NE of the log-odds that the labels were drawn from, on the same examples; NaN where nobody knows them
+    best_ne: float  # NE of the log-odds that labels were drawn from, on the same examples; NaN where these are not known
 
 
 class MetricSums:
@@ -45,7 +45,7 @@ class MetricSums:
         best_B = torch.full_like(label_B, math.nan) if teacher_logit_B is None else _log_loss(teacher_logit_B.double(), label_B)
         self._sums += torch.stack([_log_loss(logits_B, label_B), logits_B.sigmoid(), label_B, best_B]).sum(1)
         bins_B = (torch.asinh(logits_B) + _ASINH_RANGE) * (AUC_BINS / (2 * _ASINH_RANGE))
-        # A NaN has no place in the order; as an index it must still be one.
+        # A NaN has no place in the order, but needs a valid index.
         bins_B = bins_B.nan_to_num(0.0).long().clamp(0, AUC_BINS - 1) + AUC_BINS * (label_B > 0.5)
         self._histogram.index_add_(0, bins_B, torch.ones_like(bins_B))
         self.examples += logits_B.shape[0]
@@ -93,7 +93,7 @@ def base_rate_entropy(base_rate: float) -> float:
 
 
 def _log_loss(logits_B: Tensor, label_B: Tensor) -> Tensor:
-    # In float32 this cancels: at logit −6 it keeps four digits, and models are compared in the fourth of their mean.
+    # In float32 this cancels: at logit −6 four digits are left, and models are compared in the fourth digit of the mean.
     return F.binary_cross_entropy_with_logits(logits_B, label_B, reduction="none")
 
 

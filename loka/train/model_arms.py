@@ -22,7 +22,7 @@ from loka.train.quality_settings import MODS
 
 @dataclass(frozen=True)
 class Subject:
-    """A model about to be timed, in the dtype it is timed in, with what was surveyed of it for an arm that is planned."""
+    """A model about to be timed, in the dtype it is timed in, with its Survey if the arm is planned."""
 
     dense_part: nn.Module
     example: tuple[Tensor, ...]  # arguments of the dense part, with as many rows as will be timed
@@ -64,7 +64,7 @@ def _torchao(subject: Subject, recipe: str, auto_filter: bool = False) -> str:
 
 
 def reading_transposes(model: nn.Module, example: tuple[Tensor, ...]) -> list[str]:
-    """The linear layers whose input does not lie row by row: torchao 0.18 refuses it a scale a row ("aten.clone.default with
+    """The linear layers whose input does not lie row by row. torchao 0.18 cannot scale that by rows ("aten.clone.default with
     axiswise scaling is not supported yet")."""
     found: list[str] = []
     see_inputs(model, example, lambda name, x: None if x.is_contiguous() else found.append(name))
@@ -72,7 +72,7 @@ def reading_transposes(model: nn.Module, example: tuple[Tensor, ...]) -> list[st
 
 
 def _fits_torchao(module: nn.Module, name: str) -> bool:
-    """What its GEMMs take at all."""
+    """Whether torchao's GEMMs can take the layer at all."""
     return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
@@ -87,7 +87,7 @@ def _everywhere(subject: Subject, kernel: str) -> str:
 
 
 def _planned(subject: Subject) -> str:
-    """In serving the weights stay in 8 bits for good."""
+    """Plan the model and apply the plan; for serving also freeze it, so that weights stay in 8 bits for good."""
     assert subject.survey is not None
     plan = make_plan(subject.survey, goal=subject.goal)
     apply_plan(subject.dense_part, plan, example=subject.example)
@@ -107,7 +107,7 @@ _ARMS = (
     ModelArm("mods", mods=MODS),  # what Mods gain in bf16
     *(ModelArm(f"torchao.{recipe}", prepare=partial(_torchao, recipe=recipe)) for recipe in _RECIPES),
     *(ModelArm(f"torchao.{recipe}+filter", prepare=partial(_torchao, recipe=recipe, auto_filter=True)) for recipe in _RECIPES),
-    # One kernel at every site, as each library runs it by default; FBGEMM's sums fast.
+    # One kernel at every site, as each library runs it by default; for FBGEMM that is with fast sums.
     ModelArm("fbgemm", prepare=partial(_everywhere, kernel="fbgemm.rowwise_fast")),
     *(ModelArm(name, prepare=partial(_everywhere, kernel=f"torch.{name}")) for name in ("tensorwise", "rowwise", "blockwise")),
     ModelArm("loka-without-mods", prepare=_planned, is_planned=True),

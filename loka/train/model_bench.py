@@ -41,7 +41,7 @@ PROFILED_STEPS = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: what all arms of it do."""
+    """One row of the table: what all its arms run."""
 
     model: str
     preset: str
@@ -54,12 +54,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Ready:
-    """An arm built, prepared, run and made ready to be timed."""
+    """An arm that was built, prepared and run, and can be timed."""
 
     timer: StepTimer
-    profile: Callable[[], dict[str, float] | None]  # each kind's share of a step's kernel time; None where it is not sound
+    profile: Callable[[], dict[str, float] | None]  # each kind's share of a step's kernel time; None if that is not sound
     did: str
-    ready_s: float  # to build, plan and compile it, in whatever company
+    ready_s: float  # seconds to build, plan and compile it, alone or beside other arms
     peak_bytes: int | None  # of its weights, states and activations; None on the CPU
 
     @cached_property
@@ -68,8 +68,8 @@ class Ready:
 
 
 class ModelBench:
-    """Times arms on one device. What was surveyed for training serves the same model's serving cell too, and with a folder
-    for ``surveys`` later calls."""
+    """Times arms on one device. A survey made for training is used for serving the same model too, and if it is kept in a
+    folder ``surveys``, in later calls."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ModelBench:
         surveys: Path | None = None,
         kernels: Sequence[str] | None = None,
     ) -> None:
-        """``kernels`` are those that plans choose from beside blocks, all if not given."""
+        """``kernels`` are those that plans choose from, beside blocks; all if not given."""
         self.device = device
         self.timed_steps = timed_steps
         self.surveys, self.kernels = surveys, kernels
@@ -104,7 +104,7 @@ class ModelBench:
         release_memory(self.device)
 
     def row(self, arm: ModelArm, ready: Ready, baseline: Ready) -> dict[str, Any]:
-        """What the results hold of an arm: both timed in turn, and where the time goes, before and after."""
+        """What the results hold of an arm: its time and the baseline's, taken in turn, and where the time of each goes."""
         timers = {"baseline": baseline.timer} | ({} if ready is baseline else {"arm": ready.timer})
         times = take_turns(timers, rounds=self.timed_steps)
         time_of_arm, time_of_base = times.get("arm", times["baseline"]), times["baseline"]
@@ -119,7 +119,7 @@ class ModelBench:
         }
         if ready is baseline or arm.is_planned:
             row["shares"] = ready.shares
-        if ready is not baseline:  # a table gathered over days has one row of the baseline, which may be of another state
+        if ready is not baseline:  # the baseline's own row may be from another day, and another state of the code
             row["baseline_shares"] = baseline.shares
         return row
 
@@ -142,7 +142,7 @@ class ModelBench:
         did = arm.prepare(Subject(model.dense_part, example, cell.goal, survey))
         if on_cuda:
             model.dense_part.compile(dynamic=False)
-            torch.cuda.reset_peak_memory_stats(self.device)  # of making it ready; compiling shows in no step's memory
+            torch.cuda.reset_peak_memory_stats(self.device)  # without what preparing took; compiling adds to no step's memory
         call = partial(trainer.step, batches[0]) if trainer else serving_call(model, batches[0], dtype)
         step = partial(_in_precision, arm.precision, call)
         for _ in range(2):  # the first makes the optimizers' states
@@ -179,7 +179,8 @@ class ModelBench:
         return "-".join((cell.model, cell.preset, str(cell.batch_size), *arm.mods, *(self.kernels or ())))
 
     def survey(self, cell: Cell, arm: ModelArm) -> Survey:
-        """Of a model of its own, which is gone when kernels are measured: a wide layer's errors take much memory."""
+        """The survey of the arm's model, from a copy that is gone when kernels are measured: errors of wide layers take much
+        memory."""
         name = self.name_of_survey(cell, arm)
         if name not in self._surveys:
             folder = None if self.surveys is None else self.surveys / name

@@ -1,8 +1,8 @@
 """``loka bench model`` in less time: arms are made ready side by side, each in a process of its own, and timed one at a time.
 
-Compiling is most of the time, and takes one core. Steps of an arm and of the baseline are still taken in turn, though in two
-processes: while one runs, the others wait. The baseline, and surveys, which time kernels, are made ready alone; kernels that
-a library tunes by itself are tuned while other arms use the GPU too.
+Most of the time goes to compiling, which takes one core. Steps of an arm and of the baseline are still taken in turn, though in
+two processes: while one runs, all others wait. The baseline, and surveys, which time kernels, are made with nothing beside
+them. But kernels that a library tunes by itself are tuned while other arms use the GPU too.
 """
 
 import tempfile
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class BaselineLost(WorkerLost):
-    """Without it no arm can be compared with anything."""
+    """The baseline's process is lost, so no arm can be compared with anything."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Failure:
     """Why an arm has no row."""
 
     reason: str
-    crowded: bool = False  # memory or time was short, or its process is lost: alone it may run
+    crowded: bool = False  # it ran out of memory or time, or its process was lost: alone it may run
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
@@ -44,7 +44,7 @@ class Failure:
 
 
 class ArmFailed(KernelUnavailable):
-    """``failure`` is what the arm's process says of it."""
+    """``failure`` is what the arm's process reported."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
@@ -53,7 +53,7 @@ class ArmFailed(KernelUnavailable):
 
 @dataclass(frozen=True)
 class Job:
-    """What a process makes ready; arms by name, for a process cannot be handed a function without one."""
+    """What a process is to make ready. It gets an arm's name: a function without a name cannot be sent to a process."""
 
     cell: Cell
     arm: str
@@ -69,8 +69,8 @@ Start = Callable[[ModelArm, ExitStack], ArmWorker]
 
 
 def measure_side_by_side(bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], *, workers: int) -> Iterator[tuple[str, Row]]:
-    """The rows of ``cell`` as ``ModelBench.measure`` gives them. Beside the baseline ``workers`` arms at once are in memory;
-    one that runs out of it, or of time, or whose process is lost, is tried again alone. A lost baseline ends the cell."""
+    """The rows of ``cell`` as ``ModelBench.measure`` gives them. ``workers`` arms at once are in memory, beside the baseline.
+    An arm that runs out of memory or time, or whose process is lost, is tried again alone. A lost baseline ends the cell."""
     if workers < 1:
         raise InvalidInput(f"workers must be at least 1 here, got {workers}")
     with ExitStack() as held:
@@ -91,14 +91,14 @@ def measure_side_by_side(bench: ModelBench, cell: Cell, arms: Sequence[ModelArm]
 
 
 def _as_told(row: Row | Failure) -> Row:
-    """As the results have it."""
+    """The row as results hold it."""
     return {"failed": row.reason} if isinstance(row, Failure) else row
 
 
 def _rows_of_group(
     bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], base: Ready, start: Start, surveys: Path
 ) -> Iterator[tuple[ModelArm, Row | Failure]]:
-    """Nobody is timed before all are ready."""
+    """Make all arms of a group ready side by side, then time them one by one."""
     surveyed = {arm: _survey(bench, cell, arm, surveys) for arm in arms if arm.is_planned}
     unsurveyed = {arm: failure for arm, failure in surveyed.items() if failure}
     with ExitStack() as held:
@@ -111,7 +111,7 @@ def _rows_of_group(
 
 
 def _survey(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Path) -> Failure | None:
-    """None where the survey of a planned arm lies in ``surveys`` now."""
+    """Save the survey of a planned arm in ``surveys``; returns why that failed, or None."""
     try:
         bench.survey(cell, arm).save(surveys / bench.name_of_survey(cell, arm))
     except Exception as error:  # as for any arm: the others go on
@@ -141,7 +141,7 @@ def _row(bench: ModelBench, arm: ModelArm, worker: ArmWorker, base: Ready) -> Ro
 
 
 def _remote(worker: ArmWorker, *, is_baseline: bool = False) -> Ready:
-    """The arm of another process as if it were here; WorkerLost is raised where that is gone."""
+    """An arm in another process as if it were in this one; its calls raise WorkerLost if that process is gone."""
 
     def call(function: Callable[[Ready | Failure], Result]) -> Result:
         try:
@@ -169,7 +169,7 @@ def _made_ready(job: Job) -> Ready | Failure:
     except Exception as error:  # libraries raise all kinds
         return Failure.of(error)
     finally:
-        torch.cuda.empty_cache()  # what compiling held is for the others
+        torch.cuda.empty_cache()  # memory that compiling held goes to the other processes
 
 
 def _facts(ready: Ready | Failure) -> tuple[str, float, int | None, bool] | Failure:

@@ -31,7 +31,7 @@ def make_tables(results: GatheredResults) -> str:
 
 
 def ceiling(shares: dict[str, float]) -> float:
-    """How much faster a step could get (Amdahl): its GEMMs at twice the speed, its norms and activations for nothing."""
+    """How much faster a step could get (Amdahl), with GEMMs at twice the speed and norms and activations for nothing."""
     return 1 / (1 - shares[Kind.GEMM] / 2 - shares[Kind.ELEMENTWISE])
 
 
@@ -80,8 +80,8 @@ def _dense_speedups(cells: Cells) -> str:
 
 
 def _besides(row: dict[str, Any], rows: Rows) -> float | None:
-    """What no arm changes: the share of embeddings, optimizer and input in the baseline's step. The baseline is the one that
-    the row was timed beside, and that of the cell where the row is from before rows kept it."""
+    """What no arm changes: the share of embeddings, optimizer and input in a step of the baseline that the row was timed
+    beside. Older rows do not keep that one's shares: then those of the cell's baseline."""
     shares = row.get("baseline_shares", rows.get(BASELINE, {}).get("shares"))
     return sum(shares.get(kind, 0.0) for kind in (Kind.EMBEDDING, Kind.OPTIMIZER, Kind.INPUT)) if shares else None
 
@@ -93,7 +93,7 @@ def _dense_speedup(row: dict[str, Any] | None, rows: Rows) -> str:
     if besides is None:
         return ""
     left = 1 / row["speedup"] - besides
-    if left <= 0:  # a step as fast as what no arm changes: the profile's shares do not hold for it
+    if left <= 0:  # the whole step took no longer than the parts that no arm changes: the shares do not hold for it
         return "–"
     return f"{(1 - besides) / left:.2f}" + ("" if row["is_graph"] else "*")
 
@@ -120,11 +120,11 @@ def _shares(cells: Cells) -> str:
 
 
 def _share(shares: dict[str, float], kind: Kind) -> str:
-    return f"{100 * shares[kind]:.1f} %" if kind in shares else ""  # a file that goes on from before the kind was told apart
+    return f"{100 * shares[kind]:.1f} %" if kind in shares else ""  # rows may be from before there was such a kind
 
 
 def _deeds(results: GatheredResults) -> str:
-    """Each arm's outcomes, told once with the cells they hold for."""
+    """Each outcome of an arm once, with the cells that it holds for."""
     cells: dict[tuple[str, str], list[str]] = {}
     for key, row in results.rows.items():
         text = f"could not run: {row['failed']}" if "failed" in row else row["did"]

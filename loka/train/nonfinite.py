@@ -1,8 +1,8 @@
 """When the loss is not finite: find the step without asking every step, and the module where it began.
 
 ``LossWatch`` keeps the first bad step in a tensor on the device and tells the optimizers, through ``found_inf``, to hold
-still from then on. The weights therefore stay those before the bad step until the host looks, at the next log line; the
-data set gives the same batch again by its position; and one more forward pass with hooks names the module.
+still from then on. So the weights stay as they were before the bad step until the host looks, at the next log line or
+checkpoint. Then the data set gives that step's batch again, and one more forward pass with hooks names the module.
 """
 
 from pathlib import Path
@@ -19,8 +19,8 @@ _NEVER = torch.iinfo(torch.int64).max
 
 
 class NonFiniteLoss(LokaError, ArithmeticError):
-    """The loss became NaN or infinite; the message names the step, counted from 1 as in the log, the module and the file that
-    holds the batch. ``step`` counts those done before it."""
+    """The loss became NaN or infinite. The message names the step (counted from 1, as in the log), the module, and the file
+    that holds the batch. ``step`` is the number of steps done before."""
 
     def __init__(self, step: int, where: str, batch_file: Path | None) -> None:
         self.step, self.where, self.batch_file = step, where, batch_file
@@ -32,7 +32,7 @@ class NonFiniteLoss(LokaError, ArithmeticError):
 
 
 class LossWatch:
-    """Watches losses on the device. ``found_inf`` is 1 from the first bad step on, and meant to be set on the optimizers."""
+    """Watches losses on the device. ``found_inf``, which is 1 from the first bad step on, is to be set on the optimizers."""
 
     def __init__(self, device: torch.device) -> None:
         self._first_bad_step = torch.full((), _NEVER, dtype=torch.int64, device=device)

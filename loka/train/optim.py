@@ -1,7 +1,7 @@
 """The two optimizers of a recommendation model: Adam for the dense part, row-wise Adagrad for the embedding tables.
 
-Both honour ``found_inf``, the flag that torch's own GradScaler sets on an optimizer: a float tensor on the device, and
-where it is 1 the step changes nothing. The decision stays on the device, so a step never waits for the host.
+Both honour ``found_inf``, the flag that torch's own GradScaler sets on an optimizer: a float tensor on the device. Where it is
+1, the step changes nothing. The decision stays on the device, so a step never waits for the device.
 
 Axes:  R rows of a table,  K ids of a batch,  E width of an embedding.
 """
@@ -26,8 +26,8 @@ WIDEST_ROW = 512
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one accumulator a row: the running sum of the row's mean squared gradient.
 
-    Takes sparse gradients, of which only the touched rows cost anything or change, and dense ones, in which a row of
-    zeros changes nothing either. Parameters are tables of two axes.
+    With a sparse gradient only touched rows cost anything or change; in a dense one, too, a row of zeros changes nothing.
+    Parameters are tables of two axes.
     """
 
     found_inf: Tensor | None = None
@@ -69,12 +69,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         _add_to_rows(table_RE, rows_K, update_KE.to(table_RE.dtype))
 
     def _without_bad(self, gradient: Tensor) -> Tensor:
-        """A zero gradient adds nothing to the sums and moves nothing."""
+        """The gradient, or 0 where ``found_inf`` is 1: that adds nothing to the sums and moves nothing."""
         return gradient if self.found_inf is None else gradient.masked_fill(self.found_inf.bool(), 0.0)
 
 
 def _can_step_rows(table_RE: Tensor, ids_K: Tensor) -> bool:
-    """Whether our kernels take them: rows without gaps, of which IDS_OF_PART fit a program's registers."""
+    """Whether our kernels can make the step: on a GPU of theirs, for a table without gaps and no wider than WIDEST_ROW."""
     if not ids_K.numel() or not table_RE.is_contiguous() or table_RE.shape[1] > WIDEST_ROW:
         return False
     return missing_triton(device_of(table_RE.device)) is None
@@ -90,7 +90,7 @@ def step_rows(
     eps: float,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Row-wise Adagrad of the rows ``ids_K``, by kernels that add up the gradients of equal ones in a fixed order."""
+    """Row-wise Adagrad of the rows ``ids_K``, by kernels that add up the gradients of equal ids in a fixed order."""
     from loka.train import row_kernels as kernels
 
     sorted_K, order_K = ids_K.sort(stable=True)
@@ -116,11 +116,11 @@ def step_rows(
 
 
 def sum_by_row(rows_K: Tensor, gradient_KE: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
-    """Gather the gradients of equal rows: an id that occurs twice in a batch is one row with their sum, not two updates.
+    """Gather the gradients of equal rows: an id that occurs twice in a batch is one row with the sum, not two updates.
 
-    The result has as many rows as came in, those left over having a gradient of zero. That is what ``coalesce`` does but for
-    the length, which the host would have to wait for. What is left over is spread over the table: a GPU adds to one row, were
-    it all row 0, one by one.
+    This is ``coalesce``, but the result has as many rows as came in: the host would have to wait for the number of distinct
+    ones. Rows left over get a gradient of zero and indices spread over the table: were they all row 0, a GPU would add them to
+    it one by one.
     """
     order_K, is_new_K, _ = _sorted(rows_K)
     target_K = torch.empty_like(rows_K).scatter_(0, order_K, is_new_K.cumsum(0) - 1)
@@ -130,14 +130,14 @@ def sum_by_row(rows_K: Tensor, gradient_KE: Tensor, n_rows: int) -> tuple[Tensor
 
 
 def sum_unique_rows(rows_K: Tensor, gradient_KE: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, of every row once. On a CPU, where nobody waits, it takes less time."""
+    """The same, with each row just once. On a CPU, where nobody has to wait for the number of rows, this is faster."""
     order_K, is_new_K, sorted_K = _sorted(rows_K)
     first_U = is_new_K.nonzero().squeeze(1)
     return sorted_K[first_U], F.embedding_bag(order_K, gradient_KE, first_U, mode="sum")
 
 
 def _sorted(rows_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of the rows, which of them are not their predecessor in it, and the rows in it."""
+    """The order that sorts the rows; where, in that order, a row differs from the one before; and the sorted rows."""
     sorted_K, order_K = rows_K.sort()
     is_new_K = torch.ones_like(sorted_K, dtype=torch.bool)
     is_new_K[1:] = sorted_K[1:] != sorted_K[:-1]
@@ -154,7 +154,7 @@ def _add_to_rows(target: Tensor, rows_K: Tensor, values: Tensor) -> None:
 def make_dense_optimizer(dense_part: nn.Module, lr: float, weight_decay: float) -> AdamW:
     """Adam with decoupled weight decay on the matrices; biases and norms (one axis) are never decayed.
 
-    Fused on every device: few kernels instead of some for each parameter, and the only form that reads ``found_inf``.
+    Fused on every device: a few kernels in all, not some for each parameter, and the only form that reads ``found_inf``.
     """
     parameters = list(dense_part.parameters())
     groups = [

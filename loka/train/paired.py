@@ -1,6 +1,6 @@
-"""Paired runs: arms that start from the same weights and see the same batches, so that their difference is the arm's doing.
+"""Paired runs: arms that start from the same weights and see the same batches, so that their differences are the arms' doing.
 
-A run is an arm with everything else that decides its numbers.
+A run is an arm together with everything else that decides its numbers.
 """
 
 import json
@@ -32,8 +32,8 @@ from loka.train.trainer import Trainer
 
 POINTS = 100  # of a run's trajectory
 TEST_BATCH = 4096
-MODS_AS_OF = 2  # since no_bias leaves alone the layers that read the model's inputs: another model than before
-PLANS_AS_OF = 4  # since a forward pass whose rounding costs too much goes to a finer 8-bit format first
+MODS_AS_OF = 2  # raised when Mods make another model than before: no_bias leaves alone the layers that read the model's inputs
+PLANS_AS_OF = 4  # raised when plans are made otherwise: a forward pass that costs too much goes to a finer 8-bit format first
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the run's numbers, as a results file gives it back."""
+        """What decides the run's numbers, in the form in which a results file gives it back."""
         device_type = self.config.device.partition(":")[0]
         mods = {"mods_as_of": MODS_AS_OF} if self.arm.mods else {}
         plans = {"plans_as_of": PLANS_AS_OF} if self.arm.is_planned else {}
@@ -53,8 +53,8 @@ class Run:
 
 
 def train_run(run: Run) -> dict[str, Any]:
-    """Train and test once; a model in 8 bits is tested a second time with the same weights in high precision. A loss that is
-    not finite ends the run: ``nonfinite_step`` says when, and there is no ``test``."""
+    """Train and test once. A model in 8 bits is tested again with the same weights in high precision. A loss that is not finite
+    ends the run: then ``nonfinite_step`` says when, and there is no ``test``."""
     config = run.config
     device = resolve_device(config.device, config.precision)
     data = dataset_of(config, device)
@@ -81,14 +81,15 @@ def train_run(run: Run) -> dict[str, Any]:
 
 
 def _in_high_precision(run: Run, model: Recommender, data: Dataset, device: torch.device) -> Recommender:
-    """What ``model`` has learned, without its 8 bits."""
+    """The weights of ``model`` in a model that runs in high precision."""
     plain, _ = prepare(replace(run, arm=replace(run.arm, kernel=None), plan=None), data, device)
     plain.load_state_dict(model.state_dict())
     return plain
 
 
 def prepare(run: Run, data: Dataset, device: torch.device) -> tuple[Recommender, dict[str, int]]:
-    """The run's model, with what the arm asks for done to it. Weights that arms share are the same for one seed."""
+    """The run's model after the arm's Mods, kernel or plan, and counts of what was done. Weights that arms of a seed share are
+    the same in all."""
     config, arm = run.config, run.arm
     torch.manual_seed(config.seed)
     model = build_model(config.model, config.preset, data.schema, **config.model_options).to(device)
@@ -112,7 +113,7 @@ def example_of(model: Recommender, data: Dataset, batch_size: int) -> tuple[Tens
 
 
 def _train(trainer: Trainer, data: Dataset, steps: int) -> tuple[list[tuple[int, float]], float]:
-    """Mean training loss of each window of steps, taken before its examples were learned from; and the seconds of it all."""
+    """Mean training loss of each window of steps, before its examples were learned from; and the seconds that all took."""
     window = max(1, steps // POINTS)
     trajectory = []
     begin = time.perf_counter()
@@ -127,7 +128,7 @@ def _train(trainer: Trainer, data: Dataset, steps: int) -> tuple[list[tuple[int,
 
 
 def dataset_of(config: TrainConfig, device: torch.device) -> Dataset:
-    """The run's data; the last few sets stay open, since the arms of a seed follow each other."""
+    """The run's data. The last two sets stay open, since the arms of a seed follow each other."""
     return _open(config.data, config.data_path, config.seed, str(device), json.dumps(config.data_options))
 
 

@@ -19,10 +19,10 @@ def resolve_device(name: str, precision: Precision) -> torch.device:
 
 
 def matmul_precision(precision: Precision) -> AbstractContextManager[None]:
-    """fp32 GEMMs on CUDA run in exactly the precision asked for inside the block; torch's own setting returns behind it."""
+    """Inside the block, fp32 GEMMs on CUDA run in exactly the precision asked for; after it torch's setting is as before."""
     return float32_products("high" if precision == Precision.TF32 else "highest")
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """For the forward pass. Embedding look-ups are no autocast op, so the tables stay fp32 and the dense part alone changes."""
+    """Autocast for the forward pass. It leaves embedding look-ups in fp32, so it changes the dense part alone."""
     return torch.autocast(device.type, torch.bfloat16) if precision == Precision.BF16 else nullcontext()

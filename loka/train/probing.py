@@ -31,10 +31,10 @@ def probe_workload(
     mods: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Record:
-    """Train ``workload`` for ``steps`` steps, after making ``mods`` on it, and return what the Probe learned.
+    """Make ``mods`` on ``workload``, train it for ``steps`` steps, and return what the Probe learned.
 
-    Batches begin anew when they end. An interrupt, or a reader of its output who has enough, ends the training early:
-    what was learned until then is returned.
+    Batches start over when they end. An interrupt, or a closed pipe behind the output, ends the training early: then what was
+    learned so far is returned.
     """
     if steps < 1:
         raise InvalidInput(f"steps must be at least 1, got {steps}")
@@ -62,7 +62,7 @@ def probe_workload(
         return probe.record()
     except (KeyboardInterrupt, BrokenPipeError) as stop:
         is_cut_off = isinstance(stop, BrokenPipeError)
-        if probe.steps_seen <= 1 or (is_cut_off and is_read(sys.stdout)):  # nothing is known yet; it is the workload's own
+        if probe.steps_seen <= 1 or (is_cut_off and is_read(sys.stdout)):  # nothing is known yet; or the pipe is the workload's
             raise
         if not is_cut_off:
             progress.say(f"stopped at step {probe.steps_seen} of {steps}")
@@ -101,9 +101,9 @@ def _finite(loss: Tensor, step: int) -> float:
 
 
 def _make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Adam, and row-wise Adagrad for embedding tables whose gradients come sparse, which Adam does not take.
+    """Adam, and row-wise Adagrad for embedding tables with sparse gradients, which Adam does not take.
 
-    Of a table that the first batch does not read there is no gradient yet: then its module says.
+    A table that the first batch does not read has no gradient yet: then its module says whether that will be sparse.
     """
     declared = {id(module.weight) for module in model.modules() if isinstance(module, TABLES) and module.sparse}
     learned = [p for p in model.parameters() if p.requires_grad]

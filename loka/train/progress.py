@@ -11,7 +11,7 @@ from loka.train.run_folder import LogRow
 
 
 class Progress(AbstractContextManager["Progress"], Protocol):
-    """Told of a run's beginning, each step, and each line of metrics."""
+    """What a run calls at its start, after each step, and with each line of metrics."""
 
     def start(self, step: int, steps: int) -> None: ...
 

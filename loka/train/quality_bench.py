@@ -1,7 +1,7 @@
 """Does low precision cost quality? ``loka bench quality``: arms trained pairwise, setting by setting and seed by seed.
 
-Every number is a difference between runs that share weights, batches and their order. Runs already in the results file are
-not repeated, so that a table fills over several calls and days.
+Every number is a difference between runs that share weights, batches and their order. Runs that are in the results file are
+not repeated, so a table can be filled over several calls and days.
 """
 
 import math
@@ -20,7 +20,7 @@ from loka.train.line_chart import Line, line_chart
 from loka.train.paired import PLANS_AS_OF, Run, change_in_percent, changes_in_percent, describe_change, train_run
 from loka.train.quality_settings import SETTINGS, arms_on
 
-# Arms that a change is taken from: fp32; bf16; and, for arms with Mods, the same Mods in high precision.
+# The arms that others are compared with: fp32; bf16; and, for arms with Mods, the same Mods in high precision.
 BASE, BF16, HIGH_MODS = "fp32", "bf16", "mods"
 NOTES = (
     "Held-out log-loss and its relative change, mean over paired seeds with a 95 % interval (Student's t); negative is better, "
@@ -39,7 +39,7 @@ class Campaign:
     arms: Sequence[str]
     seeds: Sequence[int]
     device_type: str
-    paths: Mapping[str, str] = field(default_factory=dict)  # of the data sets that lie somewhere
+    paths: Mapping[str, str] = field(default_factory=dict)  # of data sets that are read from files
     overrides: Mapping[str, Any] = field(default_factory=dict)  # fields of the settings' configs: model, preset, steps, …
     kernels: Sequence[str] | None = None  # that plans choose from beside blocks
 
@@ -53,7 +53,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _PlanJob:
-    """To make the plan that ``run``, and all like it, train by."""
+    """Make the plan that ``run`` trains by, and every run with the same ``plan``."""
 
     setting: str
     run: Run
@@ -70,7 +70,7 @@ def run_campaign(
 ) -> None:
     """Make the runs that ``results`` does not hold yet, each written as soon as it is done.
 
-    A run that needs a plan comes when that is made; with ``parallel`` above 1 others go before it.
+    A run that needs a plan waits until that is made; with ``parallel`` above 1 other runs go first.
     """
     jobs = [job for job in _jobs(campaign, results) if not _is_done(results, job)]
     waiting = {job.run.plan: job for job in jobs if job.run.plan and not (Path(job.run.plan) / "plan.json").exists()}
@@ -186,7 +186,7 @@ def _losses(of_arm: dict[int, dict[str, Any]], test: str = "test") -> dict[int, 
 
 
 def write_report(results: GatheredResults) -> list[Path]:
-    """The table, and for each setting a picture of how the training losses drew apart; returns the files."""
+    """Write the table, and for each setting a picture of how training losses drew apart; returns the files."""
     pictures = []
     for setting, runs in by_setting(results).items():
         lines = list(trajectories(runs))
@@ -200,7 +200,7 @@ def write_report(results: GatheredResults) -> list[Path]:
 
 
 def trajectories(runs: Runs) -> Iterator[Line]:
-    """For each arm the relative difference of its training loss to fp32's, window by window: mean over seeds and interval."""
+    """For each arm the relative change of its training loss from fp32's, window by window: mean over seeds, with interval."""
     base = _losses_by_step(runs.get(BASE, {}))
     for arm, of_arm in runs.items():
         losses = _losses_by_step(of_arm) if arm != BASE else {}

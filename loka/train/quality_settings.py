@@ -12,7 +12,7 @@ MODS = ("no_bias", "block_norm", "hard_swish")
 class Arm:
     """What is done to a model before it is trained: Mods, then a kernel everywhere or a plan, if any.
 
-    ``precision`` is that of whatever stays in high precision.
+    ``precision`` is that of all that stays in high precision.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Arm:
     kernel: str | None = None  # at every linear layer but the heads
     is_planned: bool = False
     is_checked: bool = False  # the plan as a whole, by check_plan
-    roles: tuple[str, ...] = ()  # the only ones that the plan has in 8 bits; all if none is named
+    roles: tuple[str, ...] = ()  # the only roles that the plan may have in 8 bits; empty for all
 
 
 def arms_on(device_type: str) -> dict[str, Arm]:
@@ -63,25 +63,25 @@ def _stream(model_options: dict[str, Any] | None = None, *, lr: float = 1e-3, **
 
 
 def easy_stream() -> dict[str, Any]:
-    """Options of the synthetic stream with few ids and many clicks: a small model comes near the best possible in 2 M examples,
+    """Options for a synthetic stream with few ids and many clicks. A small model comes near the best possible in 2 M examples,
     so that what it cannot learn shows."""
     no_bags = {"multihot_sizes": (), "bag_length": 0, "sequence_size": 0, "sequence_length": 0}
     return {"onehot_sizes": (100,) * 8, **no_bags, "n_dense": 4, "base_rate": 0.25}
 
 
 def _easy(model_options: dict[str, Any] | None = None, *, lr: float = 1e-3, **data_options: Any) -> TrainConfig:
-    """The easy stream, with a learning rate that falls at the end, so that runs end where they lead to."""
+    """The easy stream, with a learning rate that falls at the end, so that runs converge."""
     return replace(_stream(model_options, lr=lr, **{**easy_stream(), **data_options}), decay_steps=400)
 
 
 def _pairs() -> TrainConfig:
-    """The easy stream without its effects of third order, which one seed finds and another does not, and with fewer ids: runs
-    end so near the best possible, and each other, that some thousandths of a percent show."""
+    """The easy stream with fewer ids and without effects of third order, which some seeds find and others do not. So runs end
+    so near the best possible, and each other, that differences of some thousandths of a percent show."""
     return _easy(onehot_sizes=(20,) * 8, third_order=0.0)
 
 
 def _criteo(dense: str) -> TrainConfig:
-    """64,000 rows are few for a deep model: a narrow one, and an id of its own for every category that training has seen."""
+    """64,000 rows are few for a deep model. So it is a narrow one, and every category seen in training has an id of its own."""
     return TrainConfig(
         "wukong",
         model_options={"n_layers": 4, "fmb_widths": (64,), "top_widths": (64,)},

@@ -2,9 +2,10 @@
 
 Axes:  K ids of a batch, sorted,  E width of an embedding,  S ids that one program sums.
 
-Ids of a batch are few and far from equally frequent: one may be a thousandth of them, another a quarter. So an id's gradients
-are summed in parts, which end at every S-th place; where S parts, a block, are of one id, and not its first, in one more; and
-its row is stepped by one program, from these. The order of all sums is that of the ids.
+Ids of a batch are few and far from equally frequent: one may be a thousandth of them, another a quarter. So sums are made in
+three steps. An id's gradients are summed in parts, which end at every S-th place. S parts make a block: where all of it is one
+id that began before it, its parts are summed to one. Then one program sums what there is of an id, and steps its row. All sums
+follow the order of the ids.
 """
 
 import triton
@@ -15,7 +16,7 @@ from loka.kernels.triton.codes import wait_for_kernels_before
 
 @triton.jit
 def sum_parts_kernel(rows_ptr, order_ptr, gradient_ptr, part_ptr, count, width, S: tl.constexpr, E: tl.constexpr):
-    """The parts of S places, each written at the place where it begins."""
+    """Sum the parts within S places; each is written at the place where it begins."""
     wait_for_kernels_before()
     begin, col = tl.program_id(0).to(tl.int64) * S, tl.arange(0, E)
     first, row = begin, tl.load(rows_ptr + begin)
@@ -36,8 +37,8 @@ def sum_parts_kernel(rows_ptr, order_ptr, gradient_ptr, part_ptr, count, width, 
 def _sum_of(
     rows_ptr, part_ptr, row, begin, end, width, STEP: tl.constexpr, WHOLE: tl.constexpr, E: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Of what begins at ``begin`` and every STEP places behind it, before ``end``, as long as it is of ``row`` (WHOLE: to its
-    last place): the sum, and how many there are."""
+    """The sum of the parts at ``begin`` and every STEP places behind it, before ``end``, as long as they are of ``row``; and
+    how many these are. WHOLE: a part counts only if all its STEP places are of ``row``."""
     col, last = tl.arange(0, E), STEP - 1 if WHOLE else 0
     sum_E, found = tl.zeros((E,), tl.float32), 0
     more = begin < end
@@ -57,7 +58,7 @@ def _sum_of(
 
 @triton.jit
 def sum_blocks_kernel(rows_ptr, part_ptr, width, S: tl.constexpr, E: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The parts of a block that are all of one id, which began before: written at its first place, over the first of them."""
+    """Sum the parts of a block that is all of one id, which began before it. The sum replaces the first part."""
     wait_for_kernels_before()
     begin = tl.program_id(0).to(tl.int64) * S * S
     row = tl.load(rows_ptr + begin)
@@ -73,7 +74,7 @@ def step_rows_kernel(
     rows_ptr, part_ptr, table_ptr, sum_ptr, found_inf_ptr, lr, eps, count, width,
     S: tl.constexpr, E: tl.constexpr, AT_ONCE: tl.constexpr, FOUND_INF: tl.constexpr,
 ):  # fmt: skip
-    """The row whose ids begin at the program's place, if some do."""
+    """Step the row whose ids begin at the program's place, if there is one."""
     wait_for_kernels_before()
     first = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + first)

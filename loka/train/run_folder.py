@@ -41,7 +41,7 @@ class LogRow:
 
 
 class _GivenBack(msgspec.Struct):
-    """A GuardEvent as it was written: where data was not finite, its error is null."""
+    """A GuardEvent as it was written: an error that was not finite, as its data was not, is null."""
 
     step: int
     site: str
@@ -62,7 +62,7 @@ class _GuardedRow(msgspec.Struct):
 
 
 class RunFolder:
-    """Where a run writes. The metrics file is cut back to the checkpoint on resume, so no step is there twice or missing."""
+    """Where a run writes. On resume the metrics file is cut back to the checkpoint, so no step is missing or there twice."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -77,15 +77,15 @@ class RunFolder:
 
     @contextmanager
     def begun(self, trainer: Trainer) -> Iterator[None]:
-        """The folder made ready: back at its newest checkpoint with ``trainer`` taken there, or empty where there is none; and
-        nobody else's until the end."""
+        """Take ``trainer`` and the folder back to the newest checkpoint, or begin with no metrics if there is none. Until the
+        end of the block no other process can use the folder."""
         require_folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         with self.metrics_file.open("ab") as file:
             lock(file, self.path)
             remove_leftovers(self.checkpoints)
             checkpoints = list_checkpoints(self.checkpoints)
-            if not checkpoints and file.tell():  # stopped before its first, or it has lost them
+            if not checkpoints and file.tell():  # it stopped before its first checkpoint, or has lost them
                 shutil.copy(self.metrics_file, self.lost_metrics_file)
             file.truncate(self._restore(trainer, checkpoints[-1]) if checkpoints else 0)
             yield
@@ -102,11 +102,11 @@ class RunFolder:
         return length
 
     def given_back(self) -> list[GuardEvent]:
-        """All that the Guard has returned to high precision up to here."""
+        """All that the Guard has returned to high precision so far."""
         lines = self.metrics_file.read_bytes().splitlines()
         try:
             return [given.event() for line in lines for given in msgspec.json.decode(line, type=_GuardedRow).given_back]
-        except msgspec.DecodeError as error:  # left out, a site might train in 8 bits that was given back
+        except msgspec.DecodeError as error:  # if it were skipped, a site that was given back might train in 8 bits
             raise InvalidFile(
                 f"{self.metrics_file} is damaged ({error}): put it back, or start afresh in another folder"
             ) from error
@@ -117,7 +117,7 @@ class RunFolder:
 
     def save(self, trainer: Trainer) -> Path:
         with self.metrics_file.open("rb+") as file:
-            os.fsync(file.fileno())  # the lines that the checkpoint counts on must not be lost behind it
+            os.fsync(file.fileno())  # lines that the checkpoint counts must not be lost after it is written
             length = os.fstat(file.fileno()).st_size
         header = Header(SCHEMA, trainer.steps_done, trainer.identity(), length)
         return save_checkpoint(self.checkpoints, Checkpoint(header, trainer.tensors()))

@@ -18,8 +18,8 @@ from loka.train.trainer import Trainer
 
 
 class Kind(StrEnum):
-    GEMM = "GEMM"  # batched ones too, and what a fused block does behind its own
-    CAST = "cast"  # to 8 bits, of weights too; what torch.compile fuses with its neighbours is counted with them
+    GEMM = "GEMM"  # batched ones too, and what a fused block does behind its GEMM
+    CAST = "cast"  # to 8 bits, of weights too; casts that torch.compile fuses with their neighbours count as those
     ATTENTION = "attention"  # fused kernels, which hold GEMMs that no plan can reach
     ELEMENTWISE = "norm, activation"  # and whatever else the dense part does between its GEMMs
     EMBEDDING = "embedding"  # look-ups, their gradients, their optimizer
@@ -39,12 +39,12 @@ class TimedKernel:
 class StepProfile:
     samples_per_s: float
     step_ms: float
-    busy: float | None  # kernel time ÷ step time: well under 1, the host is the bottleneck; None where it is not known
+    busy: float | None  # kernel time ÷ step time: if well under 1, the host is the bottleneck; None where it is not known
     shares: dict[Kind, float]  # of the kernel time
 
     @property
     def is_sound(self) -> bool:
-        """Kernels of one stream cannot take longer than the step: where they do, the profiler counted some twice."""
+        """Whether kernels take no longer than the step: those of one stream cannot, unless the profiler counted some twice."""
         return self.busy is not None and self.busy <= 1.05
 
 
@@ -59,7 +59,7 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "retranspose_kernel": Kind.CAST,
     "rowwise_kernel": Kind.CAST,
     "share_scales_kernel": Kind.CAST,
-    "adam_cast_kernel": Kind.OPTIMIZER,  # and the casts of what it steps
+    "adam_cast_kernel": Kind.OPTIMIZER,  # although it casts what it steps
     "adam_by_rows_kernel": Kind.OPTIMIZER,
     "sum_bags_kernel": Kind.EMBEDDING,
     "bag_gradient_kernel": Kind.EMBEDDING,
@@ -83,7 +83,7 @@ _KNOWN_KINDS = {  # by the whole name of a kernel, or of an operator around it
     "loka::norm_gradient": Kind.ELEMENTWISE,
     "loka::norm_forward": Kind.ELEMENTWISE,
     "fbgemm::quantize_fp8_per_row": Kind.CAST,
-    "onednn::qlinear_prepack": Kind.CAST,  # oneDNN's own order of an operand's codes
+    "onednn::qlinear_prepack": Kind.CAST,  # puts an operand's codes into oneDNN's own order
     "quantized::linear_prepack": Kind.CAST,
     _CAST_RANGE: Kind.CAST,
 }
@@ -102,11 +102,11 @@ _GEMM_WORDS = (
 
 
 def kind_of(kernel: TimedKernel, *, compiled: bool) -> Kind:
-    """Sort one kernel. With the dense part ``compiled``, gradients outside compiled code are the embeddings'."""
+    """The kind of a kernel. With the dense part ``compiled``, gradients outside compiled code are the embeddings'."""
     ops, name = kernel.ops, kernel.name.lower()
-    # torch.compile names a kernel after all the operators it was fused from, and some beside it: no word in it tells its kind.
+    # torch.compile names a kernel after all operators it was fused from, and some beside them: no word of it tells its kind.
     is_fused = name.startswith("triton_")
-    # Before the ranges: weights are cast again inside the step of their optimizer.
+    # Looked up before the ranges: weights are cast again inside the step of their optimizer.
     if known := next((_KNOWN_KINDS[each] for each in (kernel.name, *ops) if each in _KNOWN_KINDS), None):
         return known
     if "quantize_fp8" in name and not is_fused:  # FBGEMM's, in Triton or CUDA
@@ -148,7 +148,7 @@ def shares_of(kernels: Iterable[TimedKernel], *, compiled: bool) -> dict[Kind, f
 
 
 def profile_step(trainer: Trainer, batches: Iterator[Batch], *, warmup: int, timed: int, profiled: int) -> StepProfile:
-    """Time ``timed`` steps as they run in training, the making of the batches included, then profile a few more."""
+    """Time ``timed`` steps as they run in training, with the making of batches, then profile ``profiled`` more."""
 
     def step() -> None:
         with record_function(_INPUT_RANGE):
@@ -171,7 +171,7 @@ def profile_calls(
     timed: int,
     profiled: int,
 ) -> StepProfile:
-    """Time ``timed`` calls, launched one after another, then profile a few more."""
+    """Time ``timed`` calls, launched one after another, then profile ``profiled`` more."""
     device = next(model.parameters()).device
 
     def run(calls: int) -> float:
@@ -217,10 +217,10 @@ def _cuda_kernels(profiler: profile) -> Iterator[TimedKernel]:
 def kernels_on_device(operators: Iterable[Any], device_events: Iterable[Any]) -> Iterator[TimedKernel]:
     """Each kernel once, with the operators it was launched under.
 
-    Taken from what ran on the device and not from what operators say they launched: those told of some kernels many times
-    over (large DLRM, H200, torch 2.11), and the kernel time came to 18 times the step's.
+    Kernels are those that ran on the device, not those that operators say they launched: some were told of many times over, and
+    the kernel time came to 18 times the step's (large DLRM, H200, torch 2.11).
     """
-    # A call of the CUDA runtime has a number of its own kind, which may be an operator's too.
+    # Calls of the CUDA runtime are numbered apart, so their numbers may be operators' too.
     launchers = {event.id: event for event in operators if not event.name.startswith("cu")}
     ranges = {event.name for event in operators if event.is_user_annotation}
     seen = set()
@@ -250,7 +250,7 @@ def _parents(event: torch.autograd.profiler_util.FunctionEvent) -> Iterator[str]
 
 @contextmanager
 def _in_range(owner: object, method: str, name: str) -> Iterator[None]:
-    """Within the block, calls of the method are a range of the profiler."""
+    """Within the block, every call of the method is a range of that name in the profile."""
     call: Callable[..., object] = getattr(owner, method)
 
     def in_range(*args: object) -> object:

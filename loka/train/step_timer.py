@@ -33,7 +33,7 @@ def step_timer(step: Callable[[], object], device: torch.device) -> StepTimer:
 
 
 def take_turns(timers: Mapping[str, StepTimer], *, rounds: int) -> dict[str, Timing]:
-    """The median of ``rounds`` steps of each timer, one step of each in turn: a machine that slows down slows them alike."""
+    """Time ``rounds`` steps of each timer, one step of each in turn: a machine that slows down slows them alike."""
     samples: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
@@ -58,7 +58,7 @@ def _capture(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 @contextmanager
 def _raising_on_sync() -> Iterator[None]:
-    """What waits for the device is found here: a capture that fails leaves torch's generators unusable."""
+    """Raise where something waits for the device. Found in a capture, it would leave torch's generators unusable."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode")

@@ -34,7 +34,7 @@ class Trainer:
         self.steps_done = 0
 
     def step(self, batch: Batch) -> None:
-        """Learn from one batch. Metrics count the predictions made before the update, so of examples not yet learned from."""
+        """Learn from one batch. Metrics count the predictions before the update, so of examples not yet learned from."""
         if not len(batch):
             raise InvalidInput(f"the batch of step {self.steps_done} is empty")
         self._set_learning_rates()

@@ -1,4 +1,4 @@
-"""Comparing two models that differ by a plan alone: quality on the same examples, time in turns, and where the time goes."""
+"""Comparing two models that differ by a plan alone: quality on the same examples, time in turns, and what the time goes to."""
 
 import statistics
 import time
@@ -41,13 +41,14 @@ class Twin:
 def compare_quality(
     goal: Goal, high: Recommender, planned: Recommender, batches: Iterable[Batch], precision: Precision
 ) -> QualityPair:
-    """The log-loss of both on the same batches. The interval is over batches: of these examples, not of other seeds."""
+    """The log-loss of both on the same batches. The interval is over batches of examples, not over seeds."""
     pairs: list[tuple[int, float, float]] = []
     for batch in batches:
         pairs.append((len(batch), _log_loss(high, batch, precision), _log_loss(planned, batch, precision)))
     examples = sum(size for size, _, _ in pairs)
     high_loss, planned_loss = (sum(pair[0] * pair[side] for pair in pairs) / examples for side in (1, 2))
-    # Batches of the same examples: their differences spread far less than their losses. Each is put in relation to the mean.
+    # Both models see the same batches: differences spread far less than losses. Each is divided by the mean loss; a last batch
+    # that is smaller is left out.
     whole = [pair for pair in pairs if pair[0] == pairs[0][0]]
     change = estimate_mean([(planned_batch - high_batch) / high_loss for _, high_batch, planned_batch in whole])
     return QualityPair(goal, high_loss, planned_loss, change, examples)
@@ -100,8 +101,8 @@ def _time_us(twin: Twin) -> float:
 
 
 def time_in_a_row_us(run: Callable[[], object], calls: int, wait: Callable[[], object]) -> float:
-    """What one of ``calls`` takes. Only before and behind them all does the host ``wait``: between them it runs ahead of the
-    device, as in training."""
+    """The µs of one of ``calls`` in a row. The host calls ``wait`` only before the first and after the last: between them it
+    runs ahead of the device, as in training."""
     wait()
     start = time.perf_counter()
     for _ in range(calls):
@@ -116,10 +117,10 @@ def _by_kind(twin: Twin, total_us: float, compiled: bool) -> dict[str, float]:
 
 
 def split_by_kind(kernels: Iterable[TimedKernel], total_us: float, *, compiled: bool, on_gpu: bool) -> dict[str, float]:
-    """The ``total_us`` of a call by kind of work, which add up to it.
+    """The ``total_us`` of a call, split by kind of work.
 
-    Kernels on a GPU take their own time, and the rest of the call it waits for the host to launch the next. The times of the
-    CPU's operators hold the profiler's cost, in every one alike: there they are shares of the total.
+    On a GPU kernels take their own time; for the rest of the call it waits for the host to launch the next. On a CPU the times
+    of operators hold the profiler's cost, in each alike, so they are scaled to add up to the total.
     """
     times_us = times_of(kernels, compiled=compiled)
     busy_us = sum(times_us.values())

@@ -27,7 +27,7 @@ BATCH_SIZE = 2048
 
 @dataclass(frozen=True)
 class BuiltInOptions:
-    """What may be said of a workload of ours; of their own, users decide in the function that makes it."""
+    """Options of our own workloads. For a workload of theirs, users decide all this in the function that makes it."""
 
     data_path: str | Path | None = None
     batch_size: int | None = None
@@ -90,12 +90,12 @@ def _built_in(name: str, options: BuiltInOptions) -> Workload:
 
 
 def _own(name: str) -> Workload:
-    """Whatever the user's own code raises is left to them, with its traceback."""
+    """A user's workload. What the user's own code raises passes through, with its traceback."""
     module_name, _, function_name = name.partition(":")
     if not module_name or module_name.startswith("."):
         raise InvalidInput(f"{name!r} names no module: give package.module:function, without a path or a dot in front")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as ``python -m`` has it: a workload mostly lies where the command is given
+        sys.path.insert(0, os.getcwd())  # as ``python -m`` does: a workload mostly lies where the command is run
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -34,7 +34,7 @@ def _not_installed() -> str | None:
 @constant_when_traced
 def _load() -> None:
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it warns of torch versions newer than its table; the contract tests tell more
+    logging.disable(logging.WARNING)  # it warns of torch versions newer than those it lists; the contract tests tell more
     try:
         importlib.import_module("fbgemm_gpu.experimental.gen_ai")
     finally:
@@ -85,7 +85,7 @@ class FbgemmRowwise:
 
 @CASTERS.register("fbgemm")
 class FbgemmCaster:
-    """``quantize_fp8_per_row``: one read, one launch, for what it is right for."""
+    """``quantize_fp8_per_row``: one read and one launch, for the casts that it gets right."""
 
     def why_not(self, form: Form, problem: CastProblem) -> str | None:
         spec = form.spec

@@ -1,16 +1,16 @@
 """INT8 on the CPU through oneDNN: torch's own build of it, so nothing else to install.
 
 oneDNN wants b in blocks of its own. Packing costs more than a small GEMM, so it is done with the cast of b and kept for
-as long as the codes live; a packed b is found by the identity of its codes and their version, which moves whenever a
+as long as the codes live. A packed b is found by the identity of its codes and their version, which moves whenever a
 weight cast is refreshed in place.
 
-On Arm its fast int8 is that of the Arm Compute Library, which takes one scale for all of b: there b's own scales are applied
-in a pass over the output. With them oneDNN falls back on code that took 214 ms for 2048×1024×1024, where fp32 took 68 and one
-scale 20 (Neoverse-N1, 2 threads, torch 2.13).
+On Arm oneDNN's fast int8 is that of the Arm Compute Library, which takes one scale for all of b, so b's own scales are applied
+in a pass over the output. Given b's scales, oneDNN falls back on code that took 214 ms for 2048×1024×1024, where fp32 took 68
+and one scale 20 (Neoverse-N1, 2 threads, torch 2.13).
 
-On x86 its fast int8 takes a unsigned: codes are moved up by 128 there, which it knows as a's zero point, so that the product is
-the same. Signed ones are fast by AMX alone, and else go to reference code, 9 s for 512×640×512 (a Xeon with VNNI, 2 threads,
-torch 2.13).
+On x86 oneDNN's fast int8 takes an unsigned a. So a's codes are moved up by 128 there, and 128 is given as a's zero point: the
+product stays the same. Signed codes are fast with AMX alone; without, they go to reference code, 9 s for 512×640×512 (a Xeon
+with VNNI, 2 threads, torch 2.13).
 """
 
 import platform
@@ -38,7 +38,7 @@ SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms whe
 LONGEST_CONTRACTION = 2**31 // 127**2  # past it the int32 sum of products can overflow
 
 IS_ARM = platform.machine() in ("aarch64", "arm64")
-ROW_COUNTS_KEPT = 4  # of a weight, where each has a packed copy: a server whose batches always change must not fill the memory
+ROW_COUNTS_KEPT = 4  # of a weight that is packed for each, on Arm: a server whose batches all differ must not fill the memory
 
 B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE)
 
@@ -55,7 +55,8 @@ def _missing(device: Device) -> str | None:
 
 @cache
 def _overflows() -> bool:
-    """Whether the largest codes come out wrong: by AVX2 and AVX-512 alone sums stop at 32,767, in torch's own operators too."""
+    """Whether products of the largest codes come out wrong: with AVX2 or AVX-512 alone, sums stop at 32,767, in torch's own
+    operators too."""
     k = 64
     codes_1K = torch.full((1, k), 127, dtype=torch.int8, device="cpu")
     scale = torch.ones(1, 1, dtype=torch.float32, device="cpu")
@@ -99,8 +100,8 @@ class OnednnInt8:
 
 @dataclass(frozen=True)
 class OnednnInt8Dynamic:
-    """torch's dynamically quantized linear: it casts a inside, to unsigned int8 with one scale and zero point, and packs b in a
-    way of its own."""
+    """torch's dynamically quantized linear. It casts a itself, to unsigned int8 with one scale and zero point, and packs b in
+    its own way."""
 
     name: str = "onednn.int8_dynamic"
 
@@ -127,7 +128,7 @@ class OnednnInt8Dynamic:
 
 @CASTERS.register("onednn")
 class OnednnCaster:
-    """int8 with row or tensor scales on the CPU in a third of the passes of the oracle, and the packing of b."""
+    """int8 with row or tensor scales on the CPU, in a third of the oracle's passes; it packs b too."""
 
     def why_not(self, form: Form, problem: CastProblem) -> str | None:
         if problem.device.type != "cpu" or form.spec.format is not Format.INT8:
@@ -148,7 +149,7 @@ def _cast(x: Tensor, spec: OperandSpec) -> Operand:
     else:  # half the time of abs().amax()
         lowest, highest = extremes
         scale = scale_from_amax(torch.maximum(highest, -lowest).float().view(-1, 1), Format.INT8)
-    # No clamp: |x| ≤ 127 scales. A NaN scale leaves codes undefined, and makes whatever they are NaN.
+    # No clamp: |x| is at most 127 scales. Under a NaN scale codes are undefined, but times the scale they are NaN all the same.
     codes = torch.div(x, scale).round_().to(torch.int8).contiguous()
     if spec.layout is Layout.ONEDNN and not _is_packed_late(codes):
         _PACKED_FOR_INT8.get(codes)
@@ -156,20 +157,21 @@ def _cast(x: Tensor, spec: OperandSpec) -> Operand:
 
 
 def _is_packed_late(codes: Tensor) -> bool:
-    """Where they are multiplied: in a traced graph, of each model that vmap goes over, and where nothing packed is kept."""
+    """Whether codes are packed where they are multiplied, not here: in a traced graph, for each of the models that vmap goes
+    over, and in inference mode, where nothing packed is kept."""
     return torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(codes) or codes.is_inference()
 
 
 def _extremes_of_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The lowest and the highest value of each, of which there may be none; None where they have no values."""
+    """The lowest and the highest value of each row, of which there may be none; None where rows have no values."""
     return (x.amin(1), x.amax(1)) if x.shape[1] else None
 
 
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Of all values. aminmax reads once, and by rows takes five times as long."""
+    """The lowest and the highest of all values. aminmax reads them once; by rows it would take five times as long."""
     if not isinstance(x.shape[0], torch.SymInt):
         return None if x.numel() == 0 else torch.aminmax(x)
-    zero = x.new_zeros(1)  # which moves no scale: an exported program may be given no rows
+    zero = x.new_zeros(1)  # changes no scale, and is there when an exported program is given no rows
     return (torch.cat([x.amin(1), zero]).amin(), torch.cat([x.amax(1), zero]).amax()) if x.shape[1] else None
 
 
@@ -178,14 +180,14 @@ _choosing_the_engine = threading.Lock()  # it is torch's, for all threads
 
 
 class _PackedCache(Generic[Packed]):
-    """What ``pack`` made of a tensor, for as long as that tensor lives and its version stands."""
+    """What ``pack`` made of a tensor, kept until the tensor is gone or its version moves."""
 
     def __init__(self, pack: Callable[..., Packed]) -> None:
         self._pack = pack
         self._entries = WeakTensorKeyDictionary()
 
     def get(self, codes: Tensor, *details: Tensor) -> Packed:
-        if codes.is_inference():  # and has no version: whether it was written since, nobody can tell
+        if codes.is_inference():  # without a version nobody can tell whether it was written since
             return self._pack(codes, *details)
         version = codes._version
         entry = self._entries.get(codes)
@@ -200,24 +202,25 @@ def _pack_for_int8(codes_NK: Tensor) -> Tensor:
 
 
 class _Dynamic(NamedTuple):
-    packed: Callable[[int], object]  # the weight, by the number of rows that it will be multiplied with
-    alone: AbstractContextManager[object]  # held while it is multiplied
+    packed: Callable[[int], object]  # the packed weight for a number of rows of a
+    alone: AbstractContextManager[object]  # held during the product
 
 
 def _pack_for_dynamic(codes_NK: Tensor, scale_N1: Tensor) -> _Dynamic:
     weight_NK = _quantized(codes_NK, scale_N1)
     if IS_ARM:
-        # Right for the rows of its first call alone: with others torch takes a for unsigned, by a zero point for signed values
-        # (https://github.com/pytorch/pytorch/issues/145216). And two threads that multiply by it at once end the process.
+        # A packed weight is right for the number of rows of its first call alone: with another, torch takes a for unsigned, by
+        # a zero point for signed values (https://github.com/pytorch/pytorch/issues/145216). And two threads that multiply by it
+        # at once crash the process.
         return _Dynamic(lru_cache(ROW_COUNTS_KEPT)(lambda rows: _pack_quantized(weight_NK)), threading.Lock())
     packed = _pack_quantized(weight_NK)
     return _Dynamic(lambda rows: packed, nullcontext())
 
 
 def _quantized(codes_NK: Tensor, scale_N1: Tensor) -> Tensor:
-    """A copy of the codes as torch's quantized tensor, with their scales where oneDNN applies these."""
+    """A copy of the codes as a quantized tensor of torch's, with their scales where oneDNN is to apply them."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantized dtypes are deprecated; on Arm nothing else casts a in so little time yet
+        warnings.simplefilter("ignore")  # quantized dtypes are deprecated, but on Arm nothing else casts a as fast yet
         if IS_ARM:
             return torch._make_per_tensor_quantized_tensor(codes_NK, 1.0, 0)
         zeros_N = torch.zeros(codes_NK.shape[0], dtype=torch.long)
@@ -247,7 +250,8 @@ def _zero_points(n: int, value: int = 0) -> Tensor:
 def onednn_int8_mm(
     a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """(a·bᵀ)·scales + bias. A tensor scale is applied by oneDNN; row scales of a, on Arm also of b, in passes over the sums."""
+    """(a·bᵀ)·scales + bias. oneDNN applies a tensor scale of a and, on x86, b's row scales. The others, row scales of a and on
+    Arm those of b, are applied in passes over the sums."""
     if not a_MK.shape[0]:  # as an exported program may be given
         return a_MK.new_empty((0, b_NK.shape[0]), dtype=out_dtype)
     rowwise = a_scale.numel() != 1
@@ -285,7 +289,7 @@ def onednn_int8_dynamic_mm(a_MK: Tensor, b_NK: Tensor, b_scale_N1: Tensor) -> Te
     if not a_MK.shape[0]:
         return a_MK.new_empty((0, b_NK.shape[0]))
     dynamic = _PACKED_FOR_DYNAMIC.get(b_NK, b_scale_N1.nan_to_num(nan=1.0))
-    # Its cast of a either raises on NaN or takes it for a number; both extremes are finite only where all values are.
+    # torch's cast of a either raises on NaN or takes it for a number. Both extremes are finite only where all values are.
     is_finite_M1 = a_MK.amax(1, keepdim=True).isfinite() & a_MK.amin(1, keepdim=True).isfinite()
     is_nan_N = b_scale_N1.flatten().isnan()
     is_whole = is_finite_M1.all() and not is_nan_N.any()

@@ -1,4 +1,4 @@
-"""The oracle as a kernel, for every recipe, on every device: slow, and exactly what the recipe says."""
+"""The oracle as kernels, one a recipe, on every device: slow, and exactly what the recipe says."""
 
 from dataclasses import dataclass
 from typing import ClassVar

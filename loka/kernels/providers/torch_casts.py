@@ -74,7 +74,7 @@ def _oriented(q: Quantized, form: Form, shape: torch.Size) -> tuple[Tensor, Tens
 
 
 def _multiples(forms: Sequence[Form]) -> tuple[int, int]:
-    """To what the stored tensor's rows and columns are padded so that every one of ``forms`` can be cut from it."""
+    """The multiples that the stored tensor's rows and columns are padded to, so that each of ``forms`` can be cut from it."""
     rows = [form.spec.contraction_multiple if form.transposed else form.spec.outer_multiple for form in forms]
     cols = [form.spec.outer_multiple if form.transposed else form.spec.contraction_multiple for form in forms]
     return math.lcm(*rows), math.lcm(*cols)
@@ -87,7 +87,7 @@ def _pad(x: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
 
 
 def room_to_compile() -> AbstractContextManager[object]:
-    """A model, or a benchmark, has more kinds of casts and blocks than torch's limit on compilations of one function."""
+    """Lift torch's limit on compilations of one function: a model or a benchmark has more kinds of casts and blocks."""
     return torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
 
 

@@ -24,8 +24,8 @@ def missing_fp8(device: Device) -> str | None:
 class TorchScaled:
     """One scale for a tensor or a row, through ``torch._scaled_mm``; ``grad_format`` is the format of dy.
 
-    STATIC is x's scale behind a norm, which no pass looks for. The other operand has one for all: row scales of a transpose, as
-    wgrad would read them, cost more casting than they gain.
+    STATIC is x's constant scale behind a norm: no pass has to find it. The other operand has one scale for all, since casting a
+    transpose with row scales, as wgrad would read it, costs more than they gain.
     """
 
     variant: str

@@ -14,8 +14,8 @@ from loka.kernels.contract import add_kernel
 from loka.kernels.operand import Operand, OperandSpec, recipe_of
 from loka.kernels.ops import fake_of, op
 
-# Multiplications in a bf16 GEMM that oneDNN has no code for: 17 ms of them (Neoverse-N1, torch 2.13). 2048×1024×1024 took 17 s
-# there, where fp32 took 0.07, and a measurement asks for dozens.
+# The most multiplications that a bf16 GEMM may have where oneDNN has no code for it: they take 17 ms (Neoverse-N1, torch 2.13).
+# 2048×1024×1024 took 17 s there, where fp32 took 0.07, and a measurement makes dozens of them.
 MOST_SLOW_PRODUCTS = 128**3
 
 
@@ -47,7 +47,7 @@ class TorchHighPrecision:
         return None
 
     def why_not(self, problem: GemmProblem) -> str | None:
-        """A model in bf16 runs in bf16 in any case; one in fp32 need not wait for it where it is slow."""
+        """Refuses bf16 where it is slow, unless the model is in bf16 anyway: one in fp32 need not wait for it."""
         if self.format is not Format.BF16 or problem.out is Format.BF16 or problem.device.type != "cpu" or _has_fast_bf16():
             return None
         if problem.m * problem.n * problem.k > MOST_SLOW_PRODUCTS:
@@ -62,8 +62,8 @@ class TorchHighPrecision:
 
     def _product(self, a_MK: Tensor, b_KN: Tensor, out_dtype: torch.dtype) -> Tensor:
         if self.format is Format.BF16 and out_dtype is torch.float32 and a_MK.is_cuda:
-            # Its own sums, written once: 98 µs for a weight gradient of 4096×4096 over 2048 rows on an H200. Rounded, and
-            # widened behind it, it takes 141 in eager and 116 compiled.
+            # The GEMM writes its FP32 sums itself: 98 µs for a weight gradient of 4096×4096 over 2048 rows on an H200. Rounding
+            # to bf16 and widening again takes 141 in eager and 116 compiled.
             return torch.mm(a_MK, b_KN, out_dtype=out_dtype)
         mm = torch.ops.loka.mm_tf32 if self.format is Format.TF32 else torch.mm
         return mm(a_MK, b_KN).to(out_dtype)

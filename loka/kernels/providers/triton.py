@@ -59,8 +59,8 @@ def missing_triton(device: Device) -> str | None:
 class TritonScaled:
     """One scale for a tensor or a row. STATIC is x's scale behind a norm; the other operand then has row scales.
 
-    int8 is for fprop: where a row's values are of one size, as behind a norm, its noise is a third of e4m3's, its sums are
-    exact, and the tensor cores' peak is the same.
+    int8 is for fprop: where the values of a row are of similar size, as behind a norm, its noise is a third of e4m3's. Its sums
+    are exact, and the tensor cores' peak is the same.
     """
 
     variant: str
@@ -103,7 +103,7 @@ class TritonScaled:
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         assert a.scale is not None
         assert b.scale is not None
-        promoted = self.accumulation is Accumulation.FULL and self.format is not Format.INT8  # whose sums are whole numbers
+        promoted = self.accumulation is Accumulation.FULL and self.format is not Format.INT8  # int8's sums are exact anyway
         return gemm(
             a.codes, b.codes, a.scale, b.scale, a.outer, b.outer, a.contraction,
             out_dtype=out_dtype, bias=bias, promoted=promoted,
@@ -112,7 +112,7 @@ class TritonScaled:
 
 @CASTERS.register("triton")
 class TritonCaster:
-    """e4m3 in every scaling and both orders of axes; a form and its transpose come out of the same reads. And rows of int8."""
+    """e4m3 in every scaling and both orders of axes (a form and its transpose out of the same reads), and int8 by rows."""
 
     def why_not(self, form: Form, problem: CastProblem) -> str | None:
         spec = form.spec
@@ -185,14 +185,14 @@ def _operands(tensor: Tensor, pair: Pair, made: Codes) -> dict[Form, Operand]:
 
 
 def _held(tensor: Tensor, operand: Operand | None) -> tuple[Tensor, Tensor]:
-    """Where an operand's codes and scales lie; nowhere if it is not written."""
+    """Where an operand's codes and scales lie; empty tensors for one that is not written."""
     if operand is None or operand.scale is None:
         return tensor.new_empty((0, 0), dtype=torch.float8_e4m3fn), tensor.new_empty((0, 0), dtype=torch.float32)
     return operand.codes, operand.scale
 
 
 def _pairs(forms: Sequence[Form]) -> list[Pair]:
-    """Forms that are written together; int8 is by itself."""
+    """Forms that are written together; those of int8 are each alone."""
     int8 = [form for form in forms if form.spec.format is Format.INT8]
     others = [form for form in forms if form not in int8]
     plain, transposed = ([form for form in others if form.transposed is wanted] for wanted in (False, True))

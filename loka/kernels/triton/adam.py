@@ -9,19 +9,20 @@ from loka.kernels.triton.launch import Borrowed, launch
 from loka.kernels.triton.tiles import power_of_two
 
 ADAM_TILE = Tile(64, 64, warps=8)
-RESCALED = Tile(32, 128, warps=4)  # rows of a program that looks for other powers, and how much of them it writes at once
+RESCALED = Tile(32, 128, warps=4)  # rows that a program checks for another power of two, and columns that it writes at once
 AMAXES_OF_ROW = 32  # that are read at once
-RETRANSPOSED_BY = 264  # programs, two on each processor of an H200, most of the time for nothing
+RETRANSPOSED_BY = 264  # programs at most, two on each processor of an H200: mostly they find nothing to do
 
 
 def pays_in_step(cols: int) -> bool:
-    """Of rows that begin anywhere four values cannot be read at once: on an H200 a step that cast a weight of 16384×691 took
-    longer than torch's and a cast behind it (35 and 26 µs more than torch's alone, 2026-11-18)."""
+    """Whether four values can be read at once, as every row begins at a multiple of four. Without that, on an H200, a step that
+    cast a weight of 16384×691 took 35 µs more than torch's step alone, and torch's step with a cast behind it 26 µs more
+    (2026-11-18)."""
     return cols % 4 == 0
 
 
 def launch_adam_cast(x: Tensor, plain: Target, trans: Target, codes: Codes, amax: Tensor, seen: Tensor, adam: AdamStep) -> None:
-    """``x`` stepped and written with one scale for all, of the largest of ``amax``; ``seen`` are raised to its own."""
+    """Step ``x`` and write its codes with one scale for all, that of the largest ``amax``; raise ``seen`` to the new amaxes."""
     from loka.kernels.triton import adam_kernels as kernels
 
     (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
@@ -40,8 +41,9 @@ def launch_adam_cast(x: Tensor, plain: Target, trans: Target, codes: Codes, amax
 
 
 def launch_adam_by_rows(x: Tensor, codes: Codes, adam: AdamStep) -> None:
-    """``x`` stepped, and written as ``cast_by_rows`` does it, by powers of two: a scale a row, and transposed one for all. Both
-    are those that are there, and where they are not what they should be by now, what has them is written once more."""
+    """Step ``x`` and write it as ``cast_by_rows`` does, by powers of two: a scale a row, and one for all of the transpose.
+    Codes are first written by the scales from before the step; those whose scale should be another now are written once
+    more."""
     from loka.kernels.triton import adam_kernels as kernels
 
     (rows, cols), (codes_RC, scale_R, codes_CR, one_scale) = x.shape, codes
@@ -69,6 +71,7 @@ def launch_adam_by_rows(x: Tensor, codes: Codes, adam: AdamStep) -> None:
 
 
 def _arguments(x: Tensor, adam: AdamStep) -> tuple[Tensor | Borrowed, ...]:
-    """Gradients are gone after the step, and averages with their optimizer: no launch to be made again keeps them."""
+    """All but x are borrowed: gradients are gone after the step, and averages with their optimizer, so a recorded launch must
+    not keep them alive."""
     found_inf = adam.step if adam.found_inf is None else adam.found_inf
     return x, *map(Borrowed, (adam.gradient, adam.average, adam.square, adam.step, adam.settings, found_inf))

@@ -1,4 +1,4 @@
-"""A step of Adam that writes a weight's codes with the weight: one read of it less than a cast of its own takes.
+"""A step of Adam that writes a weight's codes along with the weight, and so saves the read that a separate cast would need.
 
 Axes:  R rows,  C columns of the weight. Weight, gradient and both averages are FP32 and lie alike, without gaps.
 """
@@ -27,7 +27,7 @@ TERMS = tl.constexpr(10)  # of a series that is cut off below FP32's last digit
 
 @triton.jit
 def _one_minus_power(log_beta, exponent):
-    """1 − βᵗ for β just below 1, where a difference would lose most of its digits: by the series of eˣ − 1."""
+    """1 − βᵗ, where that is small by the series of eˣ − 1: for β just below 1 the difference would lose most of its digits."""
     x = log_beta * exponent
     near = tl.maximum(x, -0.5)
     series = 1.0
@@ -38,8 +38,8 @@ def _one_minus_power(log_beta, exponent):
 
 @triton.jit
 def _terms(step_ptr, settings_ptr):
-    """Of every value's step: what the weight is multiplied by; the step's size, and ε, with the corrections of both averages in
-    them; how much of each average stays, and how much comes to it."""
+    """What every value's step uses: the factor on the weight; the step size and ε, both with the averages' bias corrections in
+    them; and for each average, how much of it stays and how much of the new value is added."""
     step, lr = tl.load(step_ptr), tl.load(settings_ptr + LR)
     kept = 1.0 - lr * tl.load(settings_ptr + DECAY)
     root = tl.sqrt(_one_minus_power(tl.load(settings_ptr + LOG2), step))
@@ -65,14 +65,14 @@ def _step_tile(
     average = beta1 * old_average + rest1 * gradient
     square = beta2 * old_square + rest2 * gradient * gradient
     weight = kept * old_weight - size * average / (tl.sqrt(square) + eps)
-    if FOUND_INF:  # what was there is written again: a mask that the compiler does not know would be stored by fours no longer
+    if FOUND_INF:  # the old values are written again: under a mask that is unknown to the compiler it would not store by fours
         stays = tl.load(found_inf_ptr) != 0
         average, square = tl.where(stays, old_average, average), tl.where(stays, old_square, square)
         weight = tl.where(stays, old_weight, weight)
     tl.store(average_ptr + place, average, mask=inside)
     tl.store(square_ptr + place, square, mask=inside)
     tl.store(weight_ptr + place, weight, mask=inside)
-    return tl.where(inside, weight, 0.0)  # where ε is 0 it is 0/0 there
+    return tl.where(inside, weight, 0.0)  # outside it is 0/0 if ε is 0
 
 
 @triton.jit(do_not_specialize=["amaxes", "tiles_across"])
@@ -83,8 +83,8 @@ def adam_cast_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
     ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, FOUND_INF: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, stepped, and written as ``cast_kernel`` with SEEN does it, by one scale for all. FOURS: rows begin at
-    multiples of 16 bytes, which the compiler knows by itself of multiples of 16 columns alone."""
+    """Each program steps one tile and writes it as ``cast_kernel`` does with SEEN, by one scale for all. FOURS: rows begin at
+    multiples of 16 bytes, which the compiler finds out by itself for multiples of 16 columns only."""
     wait_for_kernels_before()
     cols = cols // 4 * 4 if FOURS else cols
     terms = _terms(step_ptr, settings_ptr)
@@ -118,9 +118,9 @@ def adam_by_rows_kernel(
     rows, cols, padded_rows, padded_cols, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, FOUND_INF: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
-    """A tile a program, stepped, and written by the scales that are there: as it lies by those of its rows, transposed by the
-    one for all, which is noted as the one that was used. So are the amaxes of its part of each row (tiles across × rows).
-    FOURS: as in ``adam_cast_kernel``."""
+    """Each program steps one tile and writes it by the scales from before the step: as it lies by those of its rows, transposed
+    by the one for all. That one is noted as the one used, and so are the amaxes of the tile's part of each row (tiles across ×
+    rows). FOURS: as in ``adam_cast_kernel``."""
     wait_for_kernels_before()
     cols = cols // 4 * 4 if FOURS else cols
     terms = _terms(step_ptr, settings_ptr)
@@ -153,7 +153,7 @@ def adam_by_rows_kernel(
 
 @triton.jit
 def _store_transposed(x0, x1, x2, x3, one_bits, quad, col, words_ptr, cols, padded_rows):
-    """Four tiles of every fourth row by one power of two for all: four codes of a column are one word."""
+    """Four tiles of every fourth row each, transposed, by one power of two for all: four codes of a column are one word."""
     inverse = inverse_of_power(one_bits)
     words_QC = to_e4m3_words(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
     words = tl.multiple_of(padded_rows // 4, 4)
@@ -166,7 +166,7 @@ def rescale_rows_kernel(
     weight_ptr, codes_ptr, scale_ptr, amax_ptr, largest_ptr, rows, cols, padded_cols, parts,
     ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose power of two is another by their ``parts`` amaxes, written again; and the largest power of a program's."""
+    """Write again the rows that need another power of two by their ``parts`` amaxes; note the largest power of each program."""
     let_next_kernel_start()
     wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -196,7 +196,8 @@ def retranspose_kernel(
     weight_ptr, words_ptr, one_scale_ptr, used_ptr, largest_ptr, largests, rows, cols, padded_rows, tiles, tiles_across,
     ROWS: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The transpose again, if the largest power of all rows is not the one that was used; few programs, to find that out."""
+    """Write the transpose again, if the largest power of all rows is not the one that was used. It mostly is, so few programs
+    are launched."""
     wait_for_kernels_before()
     one_bits = largest_of(largest_ptr, largests, AT_ONCE)
     if one_bits == tl.load(used_ptr):

@@ -49,8 +49,8 @@ class Wanted(NamedTuple):
 
 
 class BlockOutputs(NamedTuple):
-    """What was not wanted has no elements. Codes and u are stored with a multiple of 16 columns: behind the first N or M
-    lies nothing that may be read."""
+    """What was not wanted has no elements. Codes and u are stored with a multiple of 16 columns, of which only the first N (M
+    for the transpose) may be read."""
 
     y_MN: Tensor
     codes_MN: Tensor
@@ -63,9 +63,8 @@ def block_forward(
     x_MK: Tensor, x_scale_M: Tensor | None, x_factor: float, w_NK: Tensor, w_scale_N: Tensor, bias_N: Tensor | None,
     m: int, k: int, blocks: NormBlocks | None, eps: float, activation: str, wanted: Wanted,
 ) -> BlockOutputs:  # fmt: skip
-    """activation(norm(x·wᵀ + b)) of codes: x with the scale ``x_factor``, times one a row if given, w with one a row.
-
-    ``blocks`` are the norm's, None where there is none.
+    """activation(norm(x·wᵀ + b)) for codes x and w. The scale of x is ``x_factor``, times one a row if ``x_scale_M`` is given;
+    w has one a row. ``blocks`` are the norm's; None is for no norm.
     """
     block = None if blocks is None else blocks.block
     return BlockOutputs(
@@ -138,7 +137,7 @@ def _(
 
 
 def norm_forward(z_MN: Tensor, blocks: NormBlocks, eps: float, activation: str, wanted: Wanted) -> BlockOutputs:
-    """activation(norm(z)) of a matrix that something else has written: how a standalone norm hands on FP8."""
+    """activation(norm(z)) of a z that something else has written: so a standalone norm can hand on FP8."""
     return BlockOutputs(*torch.ops.loka.norm_forward(z_MN, blocks.block, eps, activation, *wanted))
 
 
@@ -185,7 +184,7 @@ def _(
 
 
 def norm_blocks(n: int, block: int | None) -> NormBlocks | None:
-    """The norm's blocks as an op is told of them: by their size, None where there is no norm."""
+    """The norm's blocks, from the size that an op is given for them; None where there is no norm."""
     return None if block is None else NormBlocks(n, block)
 
 

@@ -18,8 +18,8 @@ from loka.kernels.triton.gemm_kernels import contract, tile_of
 def columns_of(block, n, offset_N, NORM: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr):
     """A block's first feature, its features at ``offset_N``, which of them are there, and how many it has.
 
-    The first WIDER blocks have one feature more than WIDTH. Both are constants of the compiler's, which then knows how far
-    addresses are aligned. Norm blocks fill the features; without a norm the last one may reach past them.
+    The first WIDER blocks have one feature more than WIDTH. Both are compile-time constants, so that the compiler knows how far
+    addresses are aligned. Norm blocks cover the features exactly; without a norm the last block may reach past them.
     """
     if not NORM:
         return block * WIDTH, block * WIDTH + offset_N, (offset_N < WIDTH) & (block * WIDTH + offset_N < n), WIDTH
@@ -33,7 +33,8 @@ def columns_of(block, n, offset_N, NORM: tl.constexpr, WIDTH: tl.constexpr, WIDE
 
 @triton.jit
 def _activate(scaled, z, rstd, ACTIVATION: tl.constexpr):
-    """The activation of u = z·rstd, in the units of ``scaled``, which is u in any: none of them cares but the gate."""
+    """The activation of u = z·rstd. ``scaled`` is u in any unit, and the result has the same one: only hard-swish's gate needs
+    u itself."""
     if ACTIVATION == "hard_swish":
         return scaled * saturated_fma(z, rstd * (1.0 / 6.0), 0.5)
     elif ACTIVATION == "relu":
@@ -54,7 +55,7 @@ def _finish_and_store(
 
     HIGH is y in high precision; CODES are its e4m3 codes and CODES_T their transpose; SAVED is what backward needs: u, as codes
     or wider, and rstd (blocks × M). All codes have one constant scale, 1/``codes_per_unit``, which only a norm's bound makes
-    possible; with a norm all is computed in their units.
+    possible; with a norm everything is computed in units of that scale.
     """
     row = index_M.to(tl.int64)
     stored = (index_M < m)[:, None] & inside_N[None, :]
@@ -77,7 +78,7 @@ def _finish_and_store(
         codes_MN = to_e4m3(y_MN)
         if CODES:
             tl.store(codes_ptr + row[:, None] * codes_stride + index_N[None, :], codes_MN, mask=stored)
-        if CODES_T:  # up to the stride, so that whole vectors are stored; what is past the batch is never read
+        if CODES_T:  # up to the stride, so that whole vectors are stored; nobody reads past the batch
             stored_t = inside_N[:, None] & (index_M < codes_t_stride)[None, :]
             place = codes_t_ptr + index_N.to(tl.int64)[:, None] * codes_t_stride + index_M[None, :]
             tl.store(place, tl.trans(codes_MN), mask=stored_t)
@@ -96,8 +97,8 @@ def _product(
 ):  # fmt: skip
     """z of one tile (0 outside its block), and where it lies. x's scale is ``x_factor``, times one a row if X_ROWWISE.
 
-    ONE_TILE: the program has no other. Then scales and bias are asked for in front of the contraction, and arrive under it;
-    among several tiles, in one loop with theirs, they would take its registers.
+    ONE_TILE: the program has no other. Then scales and bias are loaded before the contraction and arrive while it runs. Where
+    several tiles share one loop with their contractions, that would take the loop's registers.
     """
     tile_m, block = tile_of(tile, tl.cdiv(m, ROWS), blocks)
     first_n, index_N, inside_N, size = columns_of(block, n, tl.arange(0, COLS), NORM, WIDTH, WIDER)
@@ -132,8 +133,8 @@ def block_forward_kernel(
 ):  # fmt: skip
     """Product, norm and activation of one block for ROWS rows.
 
-    PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the loads of the next tile
-    run under the epilogue of this one. Else it has one tile, and lets the next kernel start under its epilogue.
+    PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the next tile's loads run
+    during the epilogue of this one. Otherwise it has one tile, and lets the next kernel start during its epilogue.
     """
     wait_for_kernels_before()
     if PERSISTENT:
@@ -166,7 +167,7 @@ def norm_forward_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, ACTIVATION: tl.constexpr,
     HIGH: tl.constexpr, CODES: tl.constexpr, CODES_T: tl.constexpr, SAVED: tl.constexpr,
 ):  # fmt: skip
-    """The same behind a z that something else has written."""
+    """Norm and activation of one block of a z that something else has written, for ROWS rows."""
     wait_for_kernels_before()
     tile_m, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     _, index_N, inside_N, size = columns_of(block, n, tl.arange(0, COLS), True, WIDTH, WIDER)

@@ -3,9 +3,9 @@
 Axes:  R rows,  C columns of the stored matrix.  Loads past its edge give 0, so padding is written as zeros and a scale of
 padding alone is 1. Amaxes travel as the bits of ``codes.magnitude``.
 
-Kernels of one cast read the same matrix, and only the first has to wait for it. MORE: another of the same cast follows, and may
-start once this one has no more programs to start. EARLY: one of the same cast, with MORE, came before; so the matrix is there
-and is read before waiting for that one's results, or for its end.
+Kernels of one cast read the same matrix, and only the first has to wait for it. MORE: another kernel of the same cast follows,
+and may start once all programs of this one have. EARLY: a kernel of the same cast with MORE came before this one. So the matrix
+is there, and is read before this one waits for the other's results, or for its end.
 """
 
 import triton
@@ -29,7 +29,7 @@ from loka.kernels.triton.codes import (
 )
 
 FLAGS_AT_ONCE = tl.constexpr(32)
-LARGEST = tl.constexpr(1.5e38)  # that can be doubled
+LARGEST = tl.constexpr(1.5e38)  # an amax that can still be doubled
 
 
 @triton.jit
@@ -46,11 +46,12 @@ def amax_kernel(
     ONE_TILE: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """The amaxes of rows (strips of columns × rows), of columns (strips of rows × columns) and of all of it (one a program)
-    within one strip of ``tiles_down`` tiles. Strips of rows take turns, so that all programs come to the matrix's end together.
+    within a program's strip of ``tiles_down`` tiles. The tiles of the strips take turns down the matrix, so that all programs
+    reach its end together.
 
-    For amaxes of columns a tile is as wide as the program's warps, so that a column lies in one thread: those of several warps
-    would meet in shared memory, 32 lanes to a bank. Each amax has a place of its own, which need not be set to 0 first.
-    ONE_TILE: there is nothing to go down, nor to load ahead.
+    For amaxes of columns a tile is as wide as the program's warps, so that a column lies in one thread: if several warps shared
+    it, they would combine theirs in shared memory, 32 lanes to a bank. Each amax has a place of its own, which need not be set
+    to 0 first. ONE_TILE: a strip is one tile, so nothing is loaded ahead.
     """
     wait_for_kernels_before()
     if MORE:
@@ -76,7 +77,7 @@ def amax_kernel(
 def _scales(
     tile_amax_A, index_A, size_A, amax_A_ptr, all_amax, static_scale, A: tl.constexpr, SCALING: tl.constexpr
 ):  # fmt: skip
-    """The scale of each entry of a tile's outer axis A. ``tile_amax_A`` are amaxes of the tile, of each or of all."""
+    """The scale of each entry of a tile's outer axis A. ``tile_amax_A`` is the tile's amax, of each entry or of all at once."""
     if SCALING == "static":
         return tl.zeros((A,), tl.float32) + static_scale
     elif SCALING == "tensorwise":
@@ -93,7 +94,7 @@ def _scaled(x, scale, OWN: tl.constexpr):
     """x / scale; both have the tile's shape, or axes of length 1. OWN: the scale is of x's own amax."""
     value = x.to(tl.float32)
     scaled = divide(value, scale, tl.div_rn(1.0, scale))
-    if not OWN:  # a scale of its own has made NaN of everything beside an infinity; another has not
+    if not OWN:  # beside an infinity x's own scale is NaN, but another may be finite
         scaled = tl.where(tl.abs(value) == float("inf"), float("nan"), scaled)
     return scaled
 
@@ -134,7 +135,7 @@ def _cast_tile(
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
     ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile, read once, as four tiles of every fourth row. WAIT: amaxes are there after waiting, the tile before."""
+    """One tile, read once, as four tiles of every fourth row. WAIT: the tile is there already, amaxes only after waiting."""
     quad = tile // tiles_across * (ROWS // 4) + tl.arange(0, ROWS // 4)
     col = tile % tiles_across * COLS + tl.arange(0, COLS)
     x0 = load_tile(x_ptr, 4 * quad, col, rows, cols, row_stride)
@@ -160,7 +161,7 @@ def write_tile(
     ROWS: tl.constexpr, COLS: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr, SAME: tl.constexpr,
     ALL_AT_ONCE: tl.constexpr, ALIGNED: tl.constexpr, SEEN: tl.constexpr, SUMS: tl.constexpr, OF_LOAD: tl.constexpr,
 ):  # fmt: skip
-    """What four tiles of every fourth row hold, as ``cast_kernel`` says: four codes of one column meet in one thread, and are
+    """Write four tiles of every fourth row, as ``cast_kernel`` says. So four codes of one column meet in one thread, and are
     one word of the transpose. A thread has loaded OF_LOAD values of a row at once."""
     tile_R, tile_C = tile // tiles_across, tile % tiles_across
     QUADS: tl.constexpr = ROWS // 4
@@ -222,12 +223,13 @@ def cast_kernel(
 ):  # fmt: skip
     """A tile a program (several with IF_OUTGROWN), written as codes of the scalings PLAIN and TRANS ("none": not written).
 
-    One scale for all is of the largest of ``amaxes``, of which ALL_AT_ONCE are read at once. SAME: both have the same scales,
-    so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler does not find out
-    through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's own, that of all in
-    so many places, lest all programs wait for one. SUMS: so many warps, which need not meet for it, sum the columns
-    of their rows. IF_OUTGROWN: there is nothing to do where none of ``flags`` is raised, and few programs to find that out.
-    Behind a pass for amaxes tiles come in the opposite order: what that pass read last is still in the cache.
+    One scale for all comes from the largest of ``amaxes`` values, ALL_AT_ONCE of which are read at once. SAME: both forms have
+    the same scales, so one division serves them. ALIGNED: transposed rows begin at multiples of 16 bytes, which the compiler
+    does not find out through a division. SEEN: the amaxes that the scalings are made from are raised (from 0) to the tile's
+    own, that of all in SEEN places, lest all programs wait for one. SUMS: that many warps each sum the columns of their own
+    rows, so that they need not meet. IF_OUTGROWN: only if one of ``flags`` values is raised there is anything to do; since
+    mostly none is, programs are few. After a pass for amaxes tiles come in the opposite order: what that pass read last is
+    still cached.
     """
     FROM_AMAXES: tl.constexpr = PLAIN == "tensorwise" or TRANS == "tensorwise" or PLAIN == "rowwise" or TRANS == "rowwise"
     tl.static_assert(not (EARLY and IF_OUTGROWN))
@@ -264,9 +266,9 @@ def rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, amax_ptr, rows, cols, row_stride, padded_rows, padded_cols,
     ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    """Row scales and codes, of the kind that ``codes_ptr`` has room for, of whole rows, in one read.
+    """A scale for each of ROWS whole rows, and their codes in the format of ``codes_ptr``, in one read.
 
-    NOTED: so is the program's largest amax. POWER: scales are powers of two.
+    NOTED: the program's largest amax is written too. POWER: scales are powers of two.
     """
     wait_for_kernels_before()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -298,7 +300,7 @@ def largest_kernel(bits_ptr, largest_ptr, count, AT_ONCE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["strips"])
 def over_strips_kernel(strips_ptr, result_ptr, strips, size, STRIPS: tl.constexpr, LENGTH: tl.constexpr, SUM: tl.constexpr):
-    """Over ``strips``, the largest magnitude or, SUM, the sum, for LENGTH of ``size`` rows or columns."""
+    """The largest magnitude over all ``strips``, or with SUM their sum, for LENGTH of ``size`` rows or columns."""
     let_next_kernel_start()
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
@@ -314,9 +316,9 @@ def over_strips_kernel(strips_ptr, result_ptr, strips, size, STRIPS: tl.constexp
 
 @triton.jit(do_not_specialize=["size"])
 def remember_kernel(seen_ptr, last_ptr, outgrown_ptr, size, LENGTH: tl.constexpr, ONE: tl.constexpr):
-    """The amaxes seen, doubled, take the place of the last; what was seen begins at 0 again. Each program says whether the last
-    ones do not fit what was seen by its own: too small, 32 times too large (they are doubled), or no numbers. ONE: all are of
-    one amax, seen in several places."""
+    """The amaxes just seen, doubled, replace the last ones, and ``seen`` begins at 0 again. Each program raises its flag if one
+    of its last amaxes did not fit what was seen: too small, more than 64 times as large (32 before it was doubled), or no
+    number. ONE: all are of one amax, seen in several places."""
     wait_for_kernels_before()
     index = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
     inside = index < size

@@ -1,5 +1,6 @@
-"""Casts to e4m3, and of rows to int8, in few reads: one for static scales and those of square tiles, and for row scales of rows
-that fit a program; one more where a scale covers what no program sees (tensorwise, and row scales of the transposed matrix)."""
+"""Casts to e4m3, and of rows to int8, in few reads. One read is enough for static scales, for those of square tiles, and for
+row scales of rows that fit a program. It takes one more where a scale covers values that no single program sees (tensorwise,
+and row scales of the transposed matrix)."""
 
 from typing import NamedTuple
 
@@ -21,13 +22,13 @@ COLS_OF_WARP = 256  # 32 threads of 16 bytes in bf16
 FEW_AMAXES, AMAXES_AT_ONCE = 128, 1024
 IF_OUTGROWN_PROGRAMS = 256  # of a pass that has nothing to do in nearly every call
 LARGEST_AT_ONCE = 8192  # by one program that does nothing else
-STRIPS_AT_ONCE = (256, 32)  # of how many rows or columns
+STRIPS_AT_ONCE = (256, 32)  # read by a program, and of how many rows or columns
 MOST_OVERLAPPED = 2**25  # values that several kernels of a cast read at once; with more they take each other's bandwidth
 
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes and scales of the matrix as it lies, and of its transpose
 
-# By row, by column, and a few of which the largest is the matrix's. Empty where no scale is made from them.
+# Of rows; of columns; and a few, the largest of which is the matrix's. Each is empty where no scale is made from it.
 Amaxes = tuple[Tensor, Tensor, Tensor]
 
 
@@ -74,7 +75,7 @@ class Target(NamedTuple):
 
 
 def cast_tile(plain: str, trans: str) -> Tile:
-    """What was fastest on an H200 at all sizes; scales of 128 values need them in one tile."""
+    """What was fastest on an H200 at all sizes. Scales of 128 values need these in one tile."""
     if trans == "128x128" and plain in ("128x128", NOT_WRITTEN):
         return Tile(128, 128, warps=4)
     if (plain, trans) == ("1x128", NOT_WRITTEN):
@@ -92,9 +93,10 @@ def rows_at_once(cols: int) -> int:
 
 
 def amax_tile(rows: int, cols: int, *, of_cols: bool) -> Tile:
-    """Of the pass for amaxes. For those of columns it is as wide as the matrix, within limits, and as its warps; without,
-    eight warps share one: by the other a cast with one scale took 1.14 times as long on an H200. Smaller tiles, where there
-    are so few, leave room for what follows: it took 0.8 to 0.95 of the time."""
+    """The tile of the pass for amaxes. For amaxes of columns it is as wide as the matrix, within limits, with a warp for every
+    COLS_OF_WARP columns. Otherwise eight warps share one: with the other kind a cast with one scale took 1.14 times as long on
+    an H200. Where one smaller tile a program is enough, those leave room for the kernel that follows: the cast took 0.8 to 0.95
+    of the time."""
     if not of_cols:
         small = Tile(16, 256, warps=4)
         return small if tiles_down(rows, cols, small) == 1 else Tile(32, 512, warps=8)
@@ -103,7 +105,7 @@ def amax_tile(rows: int, cols: int, *, of_cols: bool) -> Tile:
 
 
 def tiles_down(rows: int, cols: int, tile: Tile) -> int:
-    """How many tiles a program of the amax pass goes down: as few as leave no more amaxes than are read at once, or all."""
+    """How many tiles a program of the amax pass goes down: as few as leave at most AMAXES_AT_ONCE programs, or all of them."""
     row_tiles, col_tiles = -(-rows // tile.rows), -(-cols // tile.cols)
     return -(-row_tiles // max(1, AMAXES_AT_ONCE // col_tiles))
 
@@ -115,7 +117,7 @@ def cast_matrix(x: Tensor, plain: Target, trans: Target) -> Codes:
 
 
 def cast_and_sum(x: Tensor, plain: Target, trans: Target) -> tuple[Codes, Tensor]:
-    """The same, and the sums of the columns of ``x`` in FP32, out of the same read; of row scales alone in one more."""
+    """The same, and the sums of the columns of ``x`` in FP32: out of the same read, or in one more for row scales alone."""
     *codes, sum_C = _cast_op(x, plain, trans, summed=True)
     return tuple(codes), sum_C  # pyrefly: ignore[bad-return]
 
@@ -155,7 +157,7 @@ def _empty_sum(x: Tensor, summed: bool) -> Tensor:
 
 
 def _strips_summed(plain: Target, trans: Target, cols: int) -> int:
-    """How many warps sum the columns of their rows: none where programs that hold whole rows write all."""
+    """How many warps sum the columns of their rows: none where everything is written by programs that hold whole rows."""
     if _are_apart(plain, trans, cols):
         plain = Target.none()
     tile = cast_tile(plain.scaling, trans.scaling)
@@ -164,7 +166,7 @@ def _strips_summed(plain: Target, trans: Target, cols: int) -> int:
 
 @on_its_gpu
 def write_codes(x: Tensor, plain: Target, trans: Target, codes: Codes, sums_SC: Tensor | None = None) -> None:
-    """``cast_matrix`` into tensors that are there, of the shapes it would return; for eager callers."""
+    """``cast_matrix`` into existing tensors, of the shapes it would return; for eager callers."""
     x = x if x.stride(1) == 1 else x.contiguous()
     overlapped, nothing = x.numel() <= MOST_OVERLAPPED, Target.none()
     if not _are_apart(plain, trans, x.shape[1]):
@@ -191,14 +193,14 @@ def are_by_rows(plain: Target, cols: int) -> bool:
 
 
 def _are_apart(plain: Target, trans: Target, cols: int) -> bool:
-    """Whether the matrix as it lies is written by itself, before its transpose, if that is: row scales by whole rows, and
-    scales of 1×128, for which small tiles do either way. Together they took 1.2 to 1.7 times as long on an H200."""
+    """Whether the matrix as it lies is written in a pass of its own, before any transpose: with row scales by whole rows, and
+    where both have 1×128 scales, for which small tiles are enough. In one pass it took 1.2 to 1.7 times as long on an H200."""
     return are_by_rows(plain, cols) or plain.scaling == trans.scaling == Scaling.BLOCK_1X128
 
 
 def launch_rowwise(x: Tensor, plain: Target, codes: Tensor, scale: Tensor, noted: Tensor, *, power: bool = False) -> None:
-    """Each row, which fits a program, by its own amax; ``power``: by the smallest power of two that keeps it in the format.
-    Where there is room, the largest of each program's is ``noted``."""
+    """Cast each row, which must fit a program, by its own amax, or with ``power`` by the smallest power of two that keeps it in
+    the format. ``noted``, if it has room, gets the largest amax of each program."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), step = x.shape, rows_at_once(plain.contraction)
@@ -211,7 +213,7 @@ def launch_rowwise(x: Tensor, plain: Target, codes: Tensor, scale: Tensor, noted
 
 
 def few_with_largest(bits: Tensor) -> Tensor:
-    """The largest of ``bits``, if need be among few others: every program of a pass reads all of them."""
+    """``bits`` if they are few, otherwise the largest of them alone: every program of a pass reads all that this returns."""
     from loka.kernels.triton import cast_kernels as kernels
 
     if bits.numel() <= AMAXES_AT_ONCE:
@@ -234,8 +236,9 @@ def launch_cast(
     early: bool = False,
     more: bool = False,
 ) -> None:
-    """With scales from ``amaxes``; ``seen`` are raised to the matrix's own, strips of its columns summed if there is room for
-    them. Nothing is done where no ``outgrown`` is set. ``early``, ``more``: of the same cast one came before, or follows."""
+    """Write codes with scales from ``amaxes``. ``seen``, if given, are raised to the matrix's own amaxes; sums of its columns
+    by strips go to ``sums_SC``, if that has room. With ``outgrown``, nothing is done unless one of its flags is set. ``early``,
+    ``more``: another kernel of the same cast came before, or follows."""
     from loka.kernels.triton import cast_kernels as kernels
 
     (rows, cols), (plain_codes, plain_scale, trans_codes, trans_scale) = x.shape, codes
@@ -260,15 +263,15 @@ def launch_cast(
 
 
 def amax_sizes(x: Tensor, plain: Target, trans: Target) -> list[int]:
-    """How many amaxes of rows, of columns and of all the targets' scales are made from."""
+    """How many amaxes the targets' scales are made from: of rows, of columns, and of the whole matrix."""
     scalings = plain.scaling, trans.scaling
     return [x.shape[0] * (scalings[0] == "rowwise"), x.shape[1] * (scalings[1] == "rowwise"), int("tensorwise" in scalings)]
 
 
 @on_its_gpu
 def find_amaxes(x: Tensor, plain: Target, trans: Target, *, more: bool = False) -> Amaxes:
-    """Amaxes of rows, columns and all of ``x``: of each, only what the targets need. One read, or none. ``more`` of the
-    same cast follows."""
+    """The amaxes of ``x`` that the targets need: of its rows, of its columns, of all of it. One read, or none. ``more``:
+    another kernel of the same cast follows."""
     from loka.kernels.triton import cast_kernels as kernels
 
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -293,7 +296,7 @@ def find_amaxes(x: Tensor, plain: Target, trans: Target, *, more: bool = False) 
 
 @on_its_gpu
 def _over_strips(strips: Tensor, *, add: bool) -> Tensor:
-    """For each row or column the sum over strips of a matrix (strips × rows or columns), or the largest of magnitudes."""
+    """For each row or column the sum over strips (strips × rows or columns), or the largest of their magnitudes."""
     from loka.kernels.triton import cast_kernels as kernels
 
     if strips.numel() == 0 or len(strips) == 1:

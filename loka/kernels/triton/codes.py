@@ -1,7 +1,7 @@
 """What all of our kernels do to 8-bit values, as device functions: magnitudes, scales, and rounding to e4m3 or int8.
 
-The rules are those of ``loka.numerics.scaling``: an amax of 0 gives a scale of 1, one that is not finite a scale of NaN. But a
-power of two for 0 is FP32's smallest normal number: others may share the largest scale among theirs.
+The rules are those of ``loka.numerics.scaling``: an amax of 0 gives a scale of 1, one that is not finite a scale of NaN. But
+the power of two of an amax of 0 is FP32's smallest normal number, since several scales may be replaced by the largest of them.
 """
 
 import triton
@@ -30,17 +30,17 @@ FOUR_TO_E4M3 = tl.constexpr("""{
 
 @triton.jit
 def wait_for_kernels_before():
-    """Our kernels are launched while the one before them still runs (``launch_pdl``), and get ready; from here on its results
-    are there. Every kernel calls it before its first read or write (``cast_kernels`` says where a cast may read earlier): a
-    kernel that waits for the one before it relies on that one to have waited for all before."""
+    """Our kernels are launched while the kernel before them still runs (``launch_pdl``), and get ready; from here on its
+    results are there. Every kernel calls this before its first read or write (``cast_kernels`` says where a cast may read
+    earlier): a kernel that has waited for the one before relies on that one having waited for all before it."""
     if not INTERPRETED:
         gdc_wait()
 
 
 @triton.jit
 def let_next_kernel_start():
-    """The next kernel may be launched, once every program of this one has come here: behind its own wait, if that one reads
-    early what this one has waited for."""
+    """Let the next kernel be launched, once every program of this one has come here. If the next one reads early what this one
+    waits for, this one must call it after its own wait."""
     if not INTERPRETED:
         gdc_launch_dependents()
 

@@ -14,10 +14,8 @@ def gemm(
     a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor | None, m: int, n: int, k: int,
     *, out_dtype: torch.dtype, bias: Tensor | None = None, promoted: bool = True, b_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """a·bᵀ of the first m, n and k of two matrices of e4m3 or int8 codes stored with a multiple of 16 columns; FP32 scales, one
-    or one a row.
-
-    b's scale is the constant ``b_factor``, times ``b_scale`` where there is one.
+    """a·bᵀ of the first m, n and k of two matrices of e4m3 or int8 codes, stored with a multiple of 16 columns. FP32 scales:
+    one for all, or one a row. b's scale is the constant ``b_factor``, times ``b_scale`` where there is one.
     """
     return torch.ops.loka.scaled_gemm(a_MK, b_NK, a_scale, b_scale, bias, m, n, k, out_dtype, promoted, b_factor)
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from loka.kernels.triton.codes import let_next_kernel_start, wait_for_kernels_before
 
-TILE_ROWS_AT_ONCE = tl.constexpr(8)  # programs that run together share rows of a and columns of b in the cache
+TILE_ROWS_AT_ONCE = tl.constexpr(8)  # programs that run together share rows of a and of b in the cache
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def contract(
 
 @triton.jit
 def _scales(scale_ptr, index, size, factor, SCALES: tl.constexpr):
-    """``factor`` times one scale for each ``index``, times one for all, or as it is."""
+    """For each ``index``, ``factor`` times its own scale, times one for all, or by itself."""
     if SCALES == "rows":
         return tl.load(scale_ptr + index, mask=index < size, other=0.0) * factor
     elif SCALES == "one":
@@ -70,7 +70,7 @@ def _factors(
 
 @triton.jit
 def _finish(sum_MN, first_m, first_n, a_scale_M, b_scale_N, bias_N, out_ptr, m, n, HAS_BIAS: tl.constexpr):
-    """The sums at (first_m, first_n) times their scales, and the bias."""
+    """Write the sums at (first_m, first_n), times their scales and with the bias."""
     index_M, index_N = first_m + tl.arange(0, sum_MN.shape[0]), first_n + tl.arange(0, sum_MN.shape[1])
     out_MN = sum_MN * a_scale_M[:, None] * b_scale_N[None, :]
     if HAS_BIAS:
@@ -83,7 +83,7 @@ def _finish_late(
     sum_MN, first_m, first_n, a_scale_ptr, b_scale_ptr, b_factor, bias_ptr, out_ptr, m, n,
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The same with scales that nobody has asked for yet."""
+    """The same, with scales and bias that are loaded only now."""
     ROWS: tl.constexpr = sum_MN.shape[0]
     COLS: tl.constexpr = sum_MN.shape[1]
     a_scale_M, b_scale_N, bias_N = _factors(
@@ -94,7 +94,7 @@ def _finish_late(
 
 @triton.jit
 def _goes_out_in_halves(COLS: tl.constexpr, out_ptr):
-    """A wide tile of FP32 does: it passes through the shared memory that the loads of the next tile leave."""
+    """A wide tile of FP32 does, since it passes through the shared memory that the loads of the next tile leave free."""
     return COLS == 256 and out_ptr.dtype.element_ty == tl.float32
 
 
@@ -130,9 +130,9 @@ def gemm_kernel(
 ):  # fmt: skip
     """One tile of the product, or of one split's part of it; axis 1 of the grid is the split.
 
-    PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the loads of the next tile
-    run under the epilogue of this one; there are no splits then. Else it has one tile, and asks for its scales in front of
-    the contraction: they arrive under it. Among several tiles they would take the loop's registers.
+    PERSISTENT: a program takes one tile after another, in one loop with the contraction, so that the next tile's loads run
+    during the epilogue of this one; there are no splits then. Otherwise it has one tile. Unless that goes out in halves, its
+    scales are loaded before the contraction and arrive while it runs; among several tiles they would take the loop's registers.
     """
     wait_for_kernels_before()
     tiles_m, tiles_n = tl.cdiv(m, ROWS), tl.cdiv(n, COLS)

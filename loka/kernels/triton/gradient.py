@@ -27,8 +27,8 @@ from loka.kernels.triton.tiles import (
 class GradientCodes(NamedTuple):
     """dz as e4m3 codes, stored with a multiple of 16 columns; what was not asked for has no elements.
 
-    Rows as dgrad reads them have a scale each, a power of two. Transposed, as wgrad reads them, all have one, a power of two
-    times the scale of x: it begins the first row of ``wgrad_scales``, and the second row begins with 1, for the other operand.
+    As dgrad reads it, each row has a scale, a power of two. Transposed, as wgrad reads it, all have one: a power of two times
+    the scale of x, at the beginning of the first row of ``wgrad_scales``. The second row begins with 1, for the other operand.
     """
 
     codes_MN: Tensor
@@ -40,7 +40,7 @@ class GradientCodes(NamedTuple):
 
 @dataclass(frozen=True)
 class _Grid:
-    """How programs share out a matrix of ``rows`` and ``cols``, each a block of columns and ``steps`` tiles down."""
+    """How programs share a matrix of ``rows`` × ``cols``: each has one block of columns, and goes ``steps`` tiles down."""
 
     rows: int
     cols: int
@@ -57,7 +57,7 @@ class _Grid:
 
     @property
     def groups(self) -> int:
-        """Of rows that one program goes down."""
+        """How many groups of rows there are; a program goes down one of them."""
         return ceil_div(self.rows, GRADIENT_ROWS * self.steps)
 
     @property
@@ -65,7 +65,7 @@ class _Grid:
         return self.groups * self.columns.count
 
     def scratch(self, codes: Tensor, like: Tensor) -> ScaledCodes:
-        """Memory for the first pass; ``codes`` may be some that are there, or empty."""
+        """Memory for the first pass; ``codes`` is used if it has room."""
         return ScaledCodes(
             codes if codes.numel() else codes.new_empty((self.rows, padded_size(self.cols, 16))),
             like.new_empty((self.columns.count, self.rows), dtype=torch.int32),
@@ -79,7 +79,8 @@ def block_gradient(
 ) -> GradientCodes:  # fmt: skip
     """dz from dy and what forward saved, in the forms asked for, and the bias's gradient.
 
-    Without a norm any u with the activation's slope will do, relu's y among them, and without an activation none is read.
+    Without a norm, u may be anything at which the activation has the same slope, such as relu's y; without an activation as
+    well, it is not read.
     """
     block = None if blocks is None else blocks.block
     codes_MN, scale_M, codes_NM, wgrad_scales, bias_sums_GN = torch.ops.loka.block_gradient(
@@ -154,7 +155,7 @@ def _launch_gradient(
     grid: _Grid, dy: Tensor, u: Tensor, rstd: Tensor, dz: Tensor, made: ScaledCodes, bias_sums: Tensor,
     blocks: NormBlocks | None, activation: str,
 ) -> None:  # fmt: skip
-    """Into ``dz`` if it has room, else into what is ``made``."""
+    """Write dz into ``dz`` if that has room, otherwise as codes into ``made``."""
     from loka.kernels.triton import gradient_kernels as kernels
 
     launch(

@@ -4,8 +4,8 @@ Axes:  M rows of the batch,  N features,  B norm blocks.
 
     g = dy·activation′(u)        dz = rstd·(g − u·mean(g·u))  over the block,  dz = g without a norm
 
-A program sees one block of a row, and no more. So it scales each row of each block by itself, by a power of two, and the pass
-behind (``share_kernels``) gives the codes the scales that products can take out of their sums.
+A program sees one block of a row and no more. So it scales each row of each block by itself, by a power of two. The next pass
+(``share_kernels``) then gives the codes scales that products can take out of their sums.
 """
 
 import triton
@@ -38,7 +38,7 @@ def _load_dz(
     dy_MN = tl.load(dy_ptr + row * dy_stride + index_N[None, :], mask=loaded, other=0.0).to(tl.float32)
     if not NORM and ACTIVATION == "none":
         return dy_MN
-    # Eight codes at a time, though sixteen are as aligned: then loads and stores agree on which thread holds what.
+    # Eight codes at a time, though alignment would allow sixteen: so loads and stores agree on which thread holds what.
     place = u_ptr + row * (u_stride // 8 * 8 if EIGHTS else u_stride) + index_N[None, :]
     u_MN = tl.load(place, mask=loaded, other=0.0).to(tl.float32) * unit
     g_MN = dy_MN * _slope(u_MN, ACTIVATION)
@@ -52,7 +52,7 @@ def _load_dz(
 
 @triton.jit
 def _store_codes(value_MN, index_M, index_N, inside_N, block, m, codes_ptr, codes_stride, scale_ptr):
-    """Codes of the rows of one block with a scale each, which is returned. Eight codes at a time, as they were loaded."""
+    """Write codes of the rows of one block with a scale each, and return the scales. Eight at a time, as they were loaded."""
     scale_M = power_scale_of(tl.max(magnitude(value_MN), axis=1))
     codes_MN = to_e4m3(value_MN * inverse_of_power(scale_M)[:, None])
     place = codes_ptr + index_M.to(tl.int64)[:, None] * (codes_stride // 8 * 8) + index_N[None, :]
@@ -68,10 +68,10 @@ def gradient_kernel(
     NORM: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr,
     ACTIVATION: tl.constexpr, HIGH: tl.constexpr, BIAS: tl.constexpr, EIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """dz of one block for ROWS·STEPS rows, from dy and what forward saved: HIGH in dy's precision, else as codes with a scale
-    for each row (blocks × M), of which the largest is noted for each program.
+    """dz of one block for ROWS·STEPS rows, from dy and what forward saved: with HIGH in dy's precision, otherwise as codes with
+    a scale for each row (blocks × M); each program notes its largest scale.
 
-    BIAS: sums of dz over the rows. u is stored in units of ``unit``; EIGHTS: with a multiple of eight columns.
+    BIAS: sums of dz over the rows are written too. u is stored in units of ``unit``; EIGHTS: in rows of a multiple of eight.
     """
     wait_for_kernels_before()
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks

@@ -1,7 +1,7 @@
 """How our kernels are launched: on the GPU that their tensors lie on, and without working out again what Triton knows.
 
 Triton's own ``kernel[grid](…)`` looks at every argument of every call to find the compiled kernel. Here it is found by what
-Triton would specialize on, and launched by its own handle: 4 to 13 % less of an eager call on an H200's host.
+Triton would specialize on, and launched by its own handle: that saves 4 to 13 % of an eager call on an H200's host.
 """
 
 import functools
@@ -17,14 +17,14 @@ Result = TypeVar("Result")
 Launch = Callable[Concatenate[Tensor, Others], Result]
 Again = Callable[[], object]
 
-MOST_KNOWN = 20_000  # compiled kernels by arguments; a size that is new in every call shall not fill the memory
+MOST_KNOWN = 20_000  # compiled kernels by arguments; sizes that are new in every call must not fill the memory
 
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
 
 class Borrowed(NamedTuple):
-    """A tensor that a recorded launch does not keep alive: it knows the address alone, so that whoever makes the launch again
-    must see that the tensor still lies there."""
+    """A tensor that a recorded launch does not keep alive: the launch knows its address alone. Before making it again, a caller
+    must check that the tensor still lies there."""
 
     tensor: Tensor
 
@@ -65,7 +65,7 @@ def launch(
 
 
 def recorded(work: Again) -> tuple[Again, ...]:
-    """Do ``work`` and return its launches, to be made again on the same memory: for work that does nothing else."""
+    """Do ``work``, which does nothing but launch, and return its launches, to be made again on the same memory."""
     outer, _recording.launches = _recording.launches, []
     try:
         work()
@@ -94,7 +94,7 @@ def _compiled_launch(
         compiled, last = known
     held = (arg.tensor.data_ptr() if isinstance(arg, Borrowed) else arg for arg in args)
     again = functools.partial(compiled[grid], *held, *last)
-    if known is not None:  # compiling has launched it
+    if known is not None:  # otherwise compiling has launched it
         again()
     return again
 
@@ -105,11 +105,11 @@ def _there(args: tuple[object, ...]) -> tuple[object, ...]:
 
 @functools.cache
 def name_kernels() -> None:
-    """Make the names (cache keys) by which Triton keeps compiled kernels on disk, of all in this package, always in one order.
+    """Make the names (cache keys) by which Triton keeps compiled kernels on disk: for all of this package, always in one order.
 
-    A name is made from the sources of a kernel and of the functions it calls, and from the constants they use; but constants of
-    a function that has no name yet are left out. Made one by one, names would depend on what a process has compiled before, and
-    another process would not find the kernels.
+    A name is made from the sources of a kernel and of the functions it calls, and from the constants they use, except constants
+    of a called function that has no name yet. If they were made one by one, names would depend on what a process has compiled
+    before, and another process would not find the kernels.
     """
     import triton
 
@@ -130,11 +130,11 @@ def name_kernels() -> None:
 
 
 def _specialized_on(arg: object) -> object:
-    """What Triton specializes a kernel on, of one argument. For a whole number that is less than its value, which is taken
-    here: one compiled kernel may be known under several keys."""
+    """What Triton specializes a kernel on, for one argument. For a whole number this is its value, which is more than Triton
+    looks at: one compiled kernel may be known under several keys."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16
-    if isinstance(arg, float):  # as a learning rate, which may be another in every call
+    if isinstance(arg, float):  # such as a learning rate, which may be another in every call
         return float
     base = getattr(arg, "base", None)  # of a descriptor, whose tile is among the constants
     return arg if base is None else base.dtype

@@ -1,5 +1,5 @@
-"""Casting a matrix again that has changed but a little, as a weight after a step of its optimizer: in one read, into the codes
-that are there, by the amaxes of the time before."""
+"""Casting a matrix again that has changed only a little, such as a weight after a step of its optimizer: in one read, into the
+same codes, by the amaxes of the time before."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,12 +26,12 @@ from loka.kernels.triton.casts import (
 from loka.kernels.triton.launch import Again, launch, on_its_gpu, recorded
 
 REMEMBERED_AT_ONCE = 1024
-SEEN_PLACES = FEW_AMAXES  # of the amax of all, which a tile each raises: thousands would wait for one
+SEEN_PLACES = FEW_AMAXES  # for the amax of all, which every tile raises: in one place, thousands would wait for each other
 
 
 def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
-    """Memory for ``rewriting``: twice the amaxes of ``x`` that the targets' scales are made from, that of all in as many places
-    as it is seen in, zeros to see others, and room for what outgrew them."""
+    """Memory for ``rewriting``, in three rows: twice the amaxes of ``x`` that the targets' scales are made from, that of all in
+    SEEN_PLACES places; zeros, which the next amaxes seen will raise; and room for flags of what outgrew them."""
     if remembered(x, plain, trans) == 0:
         return x.new_empty((3, 0), dtype=torch.int32)
     of_rows, of_cols, of_all = find_amaxes(x, Target.none() if are_by_rows(plain, x.shape[1]) else plain, trans)
@@ -42,14 +42,15 @@ def remember_amax(x: Tensor, plain: Target, trans: Target) -> Tensor:
 
 
 def remembered(x: Tensor, plain: Target, trans: Target) -> int:
-    """How many amaxes ``remember_amax`` keeps: none of rows that are written by themselves, nor of what those note."""
+    """How many amaxes ``remember_amax`` keeps. Where whole rows are written by themselves, only those of columns: the rows need
+    none, and note the largest of all."""
     if not are_by_rows(plain, x.shape[1]):
         return sum(_remembered_sizes(x, plain, trans))
     return x.shape[1] if trans.scaling == Scaling.ROWWISE else 0
 
 
 def can_step(x: Tensor, plain: Target, trans: Target) -> bool:
-    """Whether ``rewriting`` makes a step of Adam on the way: if all scales there are are one for all, and it pays."""
+    """Whether ``rewriting`` can make a step of Adam on the way: every form has one scale for all, and it pays."""
     if not pays_in_step(x.shape[1]):
         return False
     return remembered(x, plain, trans) > 0 and {plain.scaling, trans.scaling} <= {Scaling.TENSORWISE, NOT_WRITTEN}
@@ -58,7 +59,7 @@ def can_step(x: Tensor, plain: Target, trans: Target) -> bool:
 def rewriting(
     x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None, adam: AdamStep | None = None
 ) -> Callable[[], None]:
-    """``rewrite_codes`` of the same tensors as often as it is called."""
+    """A function that does ``rewrite_codes`` on the same tensors each time it is called."""
     return repeating(lambda: rewrite_codes(x, plain, trans, codes, memory, adam), x, written(x, codes, adam))
 
 
@@ -67,8 +68,8 @@ def written(x: Tensor, codes: Codes, adam: AdamStep | None) -> tuple[Tensor, ...
 
 
 def repeating(write: Callable[[], None], x: Tensor, written: tuple[Tensor, ...]) -> Callable[[], None]:
-    """``write`` of what is ``written`` from ``x`` as often as it is called: after the first time by its launches alone,
-    without the Python that led to them and what that holds, if it need not copy x."""
+    """``write``, which makes ``written`` from ``x``, as a function to be called again and again. After the first time it makes
+    the same launches, without the Python that led to them and the tensors that this holds; unless x has to be copied."""
     launches: tuple[Again, ...] = ()
     first: Callable[[], None] | None = write
 
@@ -94,13 +95,13 @@ def repeating(write: Callable[[], None], x: Tensor, written: tuple[Tensor, ...])
 def rewrite_codes(
     x: Tensor, plain: Target, trans: Target, codes: Codes, memory: Tensor | None = None, adam: AdamStep | None = None
 ) -> None:
-    """``write_codes`` for a matrix that changes little from one call to the next, as a weight in training.
+    """``write_codes`` for a matrix that changes little from one call to the next, such as a weight in training.
 
-    Where scales need amaxes that no program sees, it saves the pass for them: they are from amaxes twice as large as they were
-    at the call before. Codes of a floating format lose nothing by it but the last binade below. Where an amax has more than
-    doubled, or is a small part of what it was, all is written once more by its own. Row scales of both layouts are written
-    apart, which is faster still. Without ``memory``, which ``remember_amax`` makes, this is ``write_codes``. With ``adam``,
-    where ``can_step``, x makes that step first.
+    Where scales need amaxes that no single program sees, this saves the pass for them: scales come from twice the amaxes of the
+    call before. Codes of a floating format lose nothing by that but their lowest binade. Where an amax has more than doubled,
+    or is a small part of what it was, all is written once more by the new ones. Where rows have scales in both layouts, each
+    layout is written apart, which is faster still. Without ``memory``, which ``remember_amax`` makes, this is ``write_codes``.
+    With ``adam``, where ``can_step``, x makes that step first.
     """
     from loka.kernels.triton import cast_kernels as kernels
 
@@ -131,7 +132,7 @@ def rewrite_codes(
 
 
 def tell_autograd(written: tuple[Tensor, ...]) -> None:
-    """A kernel that writes into a tensor leaves no trace: a graph that saved it before would go on with what is there now."""
+    """Mark tensors as changed: a kernel's writes leave no trace, and a graph that had saved one would use its new values."""
     for tensor in written:
         torch.autograd.graph.increment_version(tensor)
 

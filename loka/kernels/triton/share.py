@@ -1,7 +1,8 @@
-"""Codes with the scales that products can take out of their sums, made from codes with more of them: of rows one each, and
-transposed one for all.
+"""Codes with scales that products can take out of their sums, made from codes with more scales: one a row, and one for all of
+the transpose.
 
-A matrix that is cast by rows is read once, if its rows fit a program; its transpose is made from codes, a byte a value.
+A matrix that is cast by rows is read once, if its rows have powers of two (``has_powers``): its transpose is then made from the
+codes, a byte a value.
 """
 
 from collections.abc import Callable
@@ -27,14 +28,14 @@ from loka.kernels.triton.launch import launch, on_its_gpu
 from loka.kernels.triton.recasts import repeating, rewriting, tell_autograd, written
 from loka.kernels.triton.tiles import SHARED_TILE, Columns, ceil_div, power_of_two
 
-# Values of a row from which its scale is a power of two. The scale of an amax makes that one value exact, which is a good part
-# of a short row: at 64 values the error of a product is 1.2 times as large by powers of two.
+# The shortest rows whose scale is a power of two. The scale of an amax makes that one value exact, which counts in a short row:
+# at 64 values the error of a product is 1.2 times as large with powers of two.
 POWERS_FROM = 512
 
 
 class ScaledCodes(NamedTuple):
     """e4m3 codes with a multiple of 16 columns, and the bits of their scales, powers of two: for each row one in every run of
-    columns (runs × rows), or one (1 × rows). ``largest`` are some among which the largest scale is."""
+    columns (runs × rows), or just one (1 × rows). ``largest`` are some scales, the largest of all among them."""
 
     codes: Tensor
     scales: Tensor
@@ -53,8 +54,8 @@ def share_scales(
     norm: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """Codes as they lie get one ``row_scale`` a row, if it has room. Transposed ones are written, if they have, with one for
-    all, which begins ``scale_t``, times ``factor``; a second row of it begins with 1."""
+    """Give codes as they lie one scale a row, if ``row_scale`` has room. Write them transposed with one scale for all, if
+    ``codes_t`` has room: that scale times ``factor`` begins ``scale_t``, whose second row, if any, begins with 1."""
     from loka.kernels.triton import share_kernels as kernels
 
     rows, cols = shape
@@ -74,7 +75,7 @@ def share_scales(
 
 
 def cast_by_rows(x: Tensor, *, transposed: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of ``x`` with a scale a row, and ``transposed`` ones, or none, with one for all; each with its scales."""
+    """Codes of ``x`` and their scales, one a row; then ``transposed`` codes with one scale for all, or empty tensors."""
     return torch.ops.loka.cast_by_rows(x, transposed)
 
 
@@ -94,8 +95,8 @@ def _empty_by_rows(x: Tensor, transposed: bool) -> tuple[Tensor, Tensor, Tensor,
 def rewriting_by_rows(
     x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor], adam: AdamStep | None = None
 ) -> Callable[[], None]:
-    """What does ``cast_by_rows`` again each time it is called, into the codes that are there. With ``adam``, where rows have
-    powers, x makes that step first."""
+    """A function that does ``cast_by_rows`` again each time it is called, into the same codes. With ``adam``, where rows have
+    powers of two, x makes that step first."""
     if not has_powers(x.shape[1]):
         return rewriting(x, *_targets(x, transposed=True), codes)
 
@@ -126,13 +127,13 @@ def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> N
 
 
 def has_powers(cols: int) -> bool:
-    """Whether ``cast_by_rows`` scales rows of so many values by powers of two. Else scales are those of ``cast_matrix``, which
-    reads the matrix again for its transpose."""
+    """Whether ``cast_by_rows`` scales rows of ``cols`` values by powers of two. Otherwise scales are those of ``cast_matrix``,
+    which reads the matrix again for its transpose."""
     return POWERS_FROM <= cols <= WIDEST_ROW
 
 
 def steps_by_rows(cols: int) -> bool:
-    """Whether ``rewriting_by_rows`` makes a step of Adam on the way."""
+    """Whether ``rewriting_by_rows`` can make a step of Adam on the way, and it pays."""
     return has_powers(cols) and pays_in_step(cols)
 
 

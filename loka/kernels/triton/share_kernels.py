@@ -1,10 +1,10 @@
-"""Codes that were cast with many scales, given the few that products can take out of their sums: a pass over the codes alone, a
-byte a value.
+"""Replacing the many scales of codes by few, which products can take out of their sums: a pass over the codes alone, a byte a
+value.
 
 Axes:  M rows,  N columns,  B runs of columns (norm blocks),  Q quads of rows.
 
-Scales are powers of two: then a code gets another without being rounded again (but below e4m3's smallest normal number). They
-travel as the bits of FP32 numbers.
+Scales are powers of two, so that a code can change its scale without being rounded again (except below e4m3's smallest normal
+number). They travel as the bits of FP32 numbers.
 """
 
 import triton
@@ -29,12 +29,12 @@ def share_scales_kernel(
     NORM: tl.constexpr, WIDTH: tl.constexpr, WIDER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
     BLOCKS: tl.constexpr, AT_ONCE: tl.constexpr, PLAIN: tl.constexpr, TRANS: tl.constexpr,
 ):  # fmt: skip
-    """Codes whose scales are one a row and block (``scale_step`` from block to block; 0: one a row), for ROWS rows of one of
+    """Codes with a scale for each row and block (``scale_step`` from block to block; 0: one a row), for ROWS rows of one of
     PARTS parts of a block.
 
-    PLAIN: rewritten where their scale is not yet their row's. TRANS: written transposed, all with the largest scale, which is
-    noted times ``factor``, and ``one_step`` behind it, if that is not 0, a 1. As in ``cast_kernel`` four codes of a column meet
-    in one word.
+    PLAIN: codes are rewritten where their scale is not their row's largest, which is the row's scale now. TRANS: codes are
+    written transposed, all with the largest scale. It is noted times ``factor``, and ``one_step`` behind it, if that is not 0,
+    a 1. As in ``cast_kernel`` four codes of a column meet in one word.
     """
     wait_for_kernels_before()
     tile_m, rest = tl.program_id(0) // (blocks * PARTS), tl.program_id(0) % (blocks * PARTS)

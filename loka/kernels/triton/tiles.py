@@ -16,7 +16,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest one that is at least ``size``."""
+    """The smallest power of two that is at least ``size``."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -38,23 +38,24 @@ class Tiles:
 
 
 def grid(tiles_of_output: int, tiles: Tiles, sms: int) -> tuple[int, bool]:
-    """How many programs to launch, and whether they are persistent: they are where there is more than one tile for each."""
+    """How many programs to launch, and whether they are persistent: they are if an unsplit product has more tiles than programs
+    run at once."""
     at_once = tiles.per_sm * sms
     persistent = tiles.splits == 1 and tiles_of_output > at_once
     return (at_once if persistent else tiles_of_output), persistent
 
 
 class TileTimes(NamedTuple):
-    """In µs: of a call besides its tiles, of the tiles that a multiprocessor holds at once besides their contractions, and of
-    one tile's contraction of 1,024."""
+    """In µs: what a call takes besides its tiles, what the tiles that a multiprocessor holds at once take besides their
+    contractions, and what one tile takes for 1,024 of its contraction."""
 
     call: float
     wave: float
     contraction: float
 
 
-# The tiles a GEMM can be cut into: fits to three roles of 27 shapes on an H200. Promoted sums do not fit into the registers
-# of large tiles twice; those times are of one shape, 12288×4096×4096.
+# The tiles a GEMM can be cut into, with fits to three roles of 27 shapes on an H200. Promotion needs each sum twice, and large
+# tiles have no registers for that; the times with promotion are of one shape, 12288×4096×4096.
 _FAST_US = {
     Tiles(128, 256, 128, warps=8, stages=3): TileTimes(0.5, 3.85, 5.2),
     Tiles(128, 128, 128, warps=4, stages=4): TileTimes(1.5, 1.95, 2.7),
@@ -77,7 +78,7 @@ _SUMS_PER_US = 750_000
 
 @cache  # comparing them takes longer than a launch
 def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
-    """The tiles that finish first if every one takes its time. Ties go to the larger tiles.
+    """The tiles that finish first by the times above. Ties go to the larger tiles.
 
     A long contraction into few tiles is split, so that every multiprocessor has a part of it.
     """
@@ -101,15 +102,15 @@ def _split_time_us(tiles: Tiles, times: TileTimes, m: int, n: int, k: int, sms: 
 
 
 def _time_us(tiles: Tiles, times: TileTimes, tiles_of_output: int, k: int, sms: int) -> float:
-    """Tiles that share a multiprocessor share its tensor cores; what else they do runs side by side."""
+    """Tiles on one multiprocessor share its tensor cores, so their contractions add up; all else runs side by side."""
     tiles_each = ceil_div(tiles_of_output, sms)
     return times.call + ceil_div(tiles_each, tiles.per_sm) * times.wave + tiles_each * times.contraction * k / 1024
 
 
 @dataclass(frozen=True)
 class NormBlocks:
-    """The near-equal blocks that a norm cuts ``features`` into, each at most ``block`` long: the first ``wider`` of them are
-    one longer than ``width``. A tile of ``room`` columns holds any one of them."""
+    """The near-equal blocks that a norm cuts ``features`` into, each at most ``block`` long. The first ``wider`` of them have
+    one feature more than ``width``. A tile of ``room`` columns holds any of them."""
 
     features: int
     block: int
@@ -132,19 +133,19 @@ class NormBlocks:
 
     @property
     def code_scale(self) -> float:
-        """The scale of codes behind the norm: no value leaves a block of n larger than √n, and no activation grows it."""
+        """The scale of codes behind the norm: there values of a block of n are at most √n, and no activation enlarges them."""
         return math.sqrt(self.width + (self.wider > 0)) / E4M3_MAX
 
 
 NARROWEST_TILE = 32
 WIDEST_TILE = 256  # a norm block must lie in a tile whole
 E4M3_MAX = 448.0
-# A shorter contraction loses nothing that shows beside its operands' rounding: in fprop and dgrad of Wukong's layers fast sums
-# had 1.001 times the error of full ones at 8,192 and 1.004 times at 16,384. wgrad, whose sums have a mean, is promoted always.
+# Up to here fast sums lose nothing that shows beside the rounding of operands: in fprop and dgrad of Wukong's layers they had
+# 1.001 times the error of full ones at 8,192 and 1.004 times at 16,384. wgrad, whose sums have a mean, is always promoted.
 LONGEST_FAST = 16384
-# Tiles of one norm block that hold its widest, and the time of a call besides its waves, of a wave, and of a wave's contraction
-# of 1,024: fits to 27 shapes on an H200, in µs, for one form and for codes, transposed ones and saved ones at once. A bf16 form
-# among several needs more registers, and promoted sums need theirs twice: those take the roomy one, which spills nothing.
+# Tiles that hold the widest norm block, with fits to 27 shapes on an H200: for one form, and for codes, transposed codes and
+# saved codes at once. A bf16 form among several needs more registers, and promoted sums need theirs twice: both take the roomy
+# tile, which spills nothing.
 _ROOMY_BLOCK = Tiles(64, 256, 128, warps=8, stages=4)
 _WIDE_BLOCK = Tiles(128, 256, 128, warps=8, stages=3)
 _ONE_FORM_US = {
@@ -164,7 +165,7 @@ def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: i
     """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it, ``only_codes`` or wider ones too: of those that
     have the registers, the ones that finish first.
 
-    Without a norm they are a product's, unsplit; two forms need the room of promoted sums.
+    Without a norm they are those of an unsplit product; more than one form takes the tiles for promoted sums, for their room.
     """
     if blocks is None:
         product = _PROMOTED_US if is_promoted(k) or forms > 1 else _FAST_US
@@ -178,7 +179,7 @@ def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: i
 
 
 class Columns(NamedTuple):
-    """The features that programs share out: ``count`` runs of ``width``, the first ``wider`` of them one longer."""
+    """How programs share the features: ``count`` runs of ``width``, the first ``wider`` of them one longer."""
 
     count: int
     width: int
