@@ -39,14 +39,14 @@ class Embeddings(nn.Module):
     Features share one table, each with its own rows. So the forward pass of a batch is one sum over bags (a one-hot feature is
     a bag of one), and its backward pass is one sparse COO gradient, whose cost depends on the ids in the batch. Padding reads
     the feature's first row, weighted by zero: skipping it would have the GPU wait for the host. On the CPU an id out of range
-    is an error. On a GPU, where checking would wait too, it reads another feature's row, or past the table: check data on the
-    CPU once.
+    is an error. On a GPU, where checking would wait too, it is taken for the feature's last row: check data on the CPU once.
     """
 
     table: Tensor
     first_P: Tensor  # of an example's ids, the first of each bag
     offset_N: Tensor
     size_N: Tensor
+    first_row_N: Tensor
     lowest_N: Tensor
 
     def __init__(self, schema: FeatureSchema, dim: int, *, keep_sequence: bool = False) -> None:
@@ -78,6 +78,7 @@ class Embeddings(nn.Module):
         self.register_buffer("first_P", torch.tensor([0, *lengths]).cumsum(0)[:-1], persistent=False)
         self.register_buffer("offset_N", per_id(offsets), persistent=False)
         self.register_buffer("size_N", per_id([feature.n_rows for feature in features]), persistent=False)
+        self.register_buffer("first_row_N", torch.zeros_like(self.size_N), persistent=False)
         self.register_buffer("lowest_N", per_id([feature.lowest_id for feature in features]), persistent=False)
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -86,7 +87,9 @@ class Embeddings(nn.Module):
             self._check_ids(ids_BN)
         valid_BN = ids_BN != PADDING
         n_ids = ids_BN.shape[1]
-        means_BPE = sum_bags(self.table, ids_BN.clamp(min=0) + self.offset_N, self._weights(valid_BN), self.first_P)
+        # On a GPU, where nobody waits for a check, nothing is read or written past a feature's rows all the same.
+        rows_BN = ids_BN.clamp(self.first_row_N, self.size_N - 1) + self.offset_N
+        means_BPE = sum_bags(self.table, rows_BN, self._weights(valid_BN), self.first_P)
         if not self.keep_sequence:
             return (means_BPE,)
         features_BPE, sequence_BLE = means_BPE.split((self.n_features, self.schema.sequence_length), dim=1)

@@ -73,7 +73,7 @@ def _point(site: SitePlan, surveyed: SiteSurvey | None, plan: PlanDocument, shar
 def _worst(site: SitePlan, max_error: dict[Role, float]) -> tuple[Role, Estimate | None]:
     """The low-precision role whose error is nearest to its limit."""
     errors = [(role, choice.error) for role, choice in site.kernels.items() if choice.error is not None]
-    return max(errors, key=lambda pair: pair[1].mean / max_error[pair[0]], default=(Role.FPROP, None))
+    return max(errors, key=lambda pair: pair[1].high / max_error[pair[0]], default=(Role.FPROP, None))
 
 
 def _by_name(survey: SurveyDocument | None) -> dict[str, SiteSurvey]:

@@ -9,10 +9,12 @@ NBSP = "\N{NO-BREAK SPACE}"  # a number and its unit stay on one line
 
 
 def number(value: float) -> str:
-    """Three significant digits, with an exponent below 0.001 and from 1,000 on."""
+    """Three significant digits, whole from 1,000 on; with an exponent below 0.001 and from a million on."""
     if value == 0:
         return "0"
-    return f"{value:.3g}".replace("-", MINUS) if 1e-3 <= abs(value) < 1e4 else f"{value:.2e}".replace("-", MINUS)
+    size = abs(value)
+    text = f"{value:.2e}" if not 1e-3 <= size < 1e6 else f"{value:.3g}" if size < 999.5 else f"{value:,.0f}"
+    return text.replace("-", MINUS)
 
 
 def with_interval(mean: float, low: float, high: float) -> str:

@@ -14,7 +14,7 @@ from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 from loka.nn.blocks import Block, find_blocks
-from loka.nn.linear import LokaLinear
+from loka.nn.linear import LokaLinear, input_of
 from loka.numerics.formats import format_of
 
 
@@ -81,7 +81,9 @@ def _rows_of_calls(model: nn.Module, example: tuple[Any, ...]) -> dict[str, int]
 def see_inputs(model: nn.Module, example: tuple[Any, ...], note: Callable[[str, torch.Tensor], None]) -> None:
     """Run ``model`` once, and call ``note`` with the name and the input of every linear layer that is called."""
     handles = [
-        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]))
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: note(name, input_of(args, kwargs)), with_kwargs=True
+        )
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
     ]

@@ -137,6 +137,19 @@ def test_id_out_of_range_names_the_feature(
         Embeddings(schema, 4)(batch)
 
 
+def test_where_ids_are_not_checked_nothing_past_a_feature_is_read(
+    schema: FeatureSchema, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where an id past the table would be read, and its gradient written, wherever that lies."""
+    monkeypatch.setattr(Embeddings, "_check_ids", lambda self, ids_BN: None)
+    embeddings, far, last = Embeddings(schema, 4), make_batch(schema, 4), make_batch(schema, 4)
+    for batch, value in ((far, 10**9), (last, 10)):
+        batch.onehot_BF[2, 1] = value  # of a feature with 11 rows
+        batch.sequence_BL[3, 5] = value if value > 10 else schema.sequence_size - 1
+    for one, other in zip(embeddings(far), embeddings(last), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_batch_of_another_shape_is_refused(schema: FeatureSchema, make_batch: MakeBatch) -> None:
     embeddings = Embeddings(schema, 4)
     with pytest.raises(InvalidInput, match=r"built for sequence_BL of shape \(6,\) an example, the batch has none"):

@@ -459,13 +459,17 @@ def test_what_no_kernel_covers_is_told_before_anything_is_measured(record, surve
 
 
 def test_numbers_read_well() -> None:
-    assert [number(value) for value in (0, 0.0123456, 12.3, -2.5, 1e-5, 123456)] == [
+    assert [number(value) for value in (0, 0.0123456, 12.3, -2.5, 1e-5, 999.4, 999.7, -1234, 123456, 1e6)] == [
         "0",
         "0.0123",
         "12.3",
         "−2.5",
         "1.00e−05",
-        "1.23e+05",
+        "999",
+        "1,000",
+        "−1,234",
+        "123,456",
+        "1.00e+06",
     ]
     assert [plain(duration(us)) for us in (7, 123.4, 999.7, 676130, 2.5e6)] == ["7 µs", "123 µs", "1 ms", "676 ms", "2.5 s"]
     assert [with_interval(m, m - h, m + h) for m, h in ((0.0104, 0.000937), (0.5, 0.02), (2.0, 0.0), (30.0, 4.0))] == [

@@ -283,6 +283,17 @@ def test_a_name_that_is_wrong_is_told_before_anything_is_written(tmp_path, words
 
 
 class TestEverywhere:
+    def test_layers_may_be_called_by_the_name_of_their_argument(self):
+        class Named(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.body, self.head = torch.nn.Linear(32, 48), torch.nn.Linear(48, 1)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.head(self.body(input=x).relu())
+
+        assert apply_everywhere(Named(), (torch.randn(8, 32),), "reference.rowwise").moved == ("body",)
+
     def test_moves_what_the_kernel_takes_and_says_why_not_the_rest(self):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
