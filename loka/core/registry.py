@@ -2,17 +2,15 @@
 
 import importlib
 import pkgutil
+import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from loka.core.errors import UnknownName
 from loka.core.names import did_you_mean
 
 T = TypeVar("T")
-_registries: "weakref.WeakSet[Registry[Any]]" = weakref.WeakSet()
 
 
 class Registry(Generic[T]):
@@ -27,7 +25,7 @@ class Registry(Generic[T]):
         self._unread = package
         self._is_loading, self._lock = False, threading.RLock()
         self._entries: dict[str, T] = {}
-        _registries.add(self)
+        self._added_by: dict[str, dict[str, Any]] = {}  # globals of the modules that did
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Decorate a class without constructor arguments: one instance of it is registered under ``name``."""
@@ -39,9 +37,10 @@ class Registry(Generic[T]):
         return decorate
 
     def add(self, name: str, entry: T) -> None:
-        if name in self._entries:
+        """An entry that a module left whose import then failed is replaced, when that is tried again."""
+        if name in self._entries and _is_loaded(self._added_by[name]):
             raise ValueError(f"{self._kind} {name!r} is registered twice")
-        self._entries[name] = entry
+        self._entries[name], self._added_by[name] = entry, _running_module()
 
     def remove(self, name: str) -> None:
         del self._entries[name]
@@ -78,20 +77,20 @@ class Registry(Generic[T]):
             self._is_loading = True
             try:
                 for module in pkgutil.iter_modules(importlib.import_module(self._unread).__path__, f"{self._unread}."):
-                    with _undone_on_failure():
-                        importlib.import_module(module.name)
+                    importlib.import_module(module.name)
                 self._unread = None
             finally:
                 self._is_loading = False
 
 
-@contextmanager
-def _undone_on_failure() -> Iterator[None]:
-    """What a module that fails has registered, in any registry, is taken back: it would stand in the way of the next try."""
-    before = {registry: dict(registry._entries) for registry in list(_registries)}
-    try:
-        yield
-    except BaseException:
-        for registry, entries in before.items():
-            registry._entries = entries
-        raise
+def _running_module() -> dict[str, Any]:
+    """The globals of the module that is being executed, by which it is told apart from itself executed again."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "<module>" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals
+
+
+def _is_loaded(module: dict[str, Any]) -> bool:
+    """Whether it is the one that an import gives: not one whose import failed."""
+    return vars(sys.modules.get(module.get("__name__", ""), object)) is module

@@ -143,6 +143,34 @@ class TestRegistry:
                 nuts.NUTS.names()
         nuts.is_ready = True
         assert nuts.NUTS.names() == ["acorn", "walnut"]
+        assert nuts.CRACKED.names() == ["acorn"]
+
+    def test_what_a_failing_module_imported_and_what_others_added_meanwhile_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        package = tmp_path / "herbs"
+        package.mkdir()
+        (package / "__init__.py").write_text(
+            "from loka.core.registry import Registry\n"
+            "HERBS, OTHERS, is_ready = Registry('herb', 'herbs'), Registry('other herb'), False\n"
+        )
+        (package / "basil.py").write_text(
+            "import herbs, herbs.thyme\nherbs.HERBS.add('basil', 1)\nherbs.OTHERS.add('mine', 1)\n"
+            "if not herbs.is_ready:\n    herbs.by_another()\n    raise ZeroDivisionError\n"
+        )
+        (package / "thyme.py").write_text("import herbs\nherbs.HERBS.add('thyme', 1)\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        herbs = importlib.import_module("herbs")
+        herbs.by_another = lambda: herbs.OTHERS.add("another's", 1)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                herbs.HERBS.names()
+            herbs.by_another = lambda: None
+        herbs.is_ready = True
+        assert herbs.HERBS.names() == ["basil", "thyme"]
+        assert herbs.OTHERS.names() == ["another's", "mine"]
+        with pytest.raises(ValueError, match="herb 'basil' is registered twice"):
+            herbs.HERBS.add("basil", 2)
 
 
 class TestAtomicFiles:
