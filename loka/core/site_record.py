@@ -127,7 +127,10 @@ class SiteRecord(SiteFacts):
         from loka.core.matrix_normal import draw_weight
 
         if "weights" not in self.statistics:
-            raise InvalidInput(f"weights of site {self.name} were not followed: probe with weights_over_time=True")
+            raise InvalidInput(
+                f"nothing is known of the weights of site {self.name} over time: probe with weights_over_time=True, a run in "
+                f"which they are finite"
+            )
         return draw_weight(self.statistics["weights"].tensors, generator)
 
     @property

@@ -37,7 +37,7 @@ from loka.nn.weight_casts import (
 from loka.numerics.formats import format_of, is_format
 
 _VECTOR = "transform_vector"
-VECTOR_LOST = "the vector of a transform would be lost on the meta device: fill the model first"
+VECTOR_LOST = "the vector of a transform would be lost on the meta device"
 
 
 class LokaLinear(nn.Linear):
@@ -175,7 +175,7 @@ class LokaLinear(nn.Linear):
         if (vector is None) != (self.transform is Transform.NONE):
             raise InvalidInput("center and rescale take a vector each, and only they do: pass transform and vector together")
         if vector is not None and self.weight.is_meta:
-            raise InvalidInput(VECTOR_LOST)
+            raise InvalidInput(f"{VECTOR_LOST}: fill the model first")
         features_K = None if vector is None else checked_vector(self.transform, vector.to(self.weight.device), self.in_features)
         hold(self, _VECTOR, features_K)
         self._cached_forms: tuple[Form, ...] = tuple(
@@ -231,8 +231,8 @@ def why_not_swapped(linear: nn.Linear) -> str | None:
 
 def refuse_to_lose(vector_K: Tensor, fn: Callable[[Tensor], Tensor]) -> None:
     """Call it before ``fn`` moves a layer that holds the vector of a transform: no checkpoint could bring it back."""
-    if fn(vector_K.new_empty(0)).is_meta and not vector_K.is_meta:
-        raise InvalidInput(VECTOR_LOST)
+    if fn(vector_K.new_ones(1)).is_meta and not vector_K.is_meta:
+        raise InvalidInput(f"{VECTOR_LOST}: loka.restore(model) before you move it there")
 
 
 def own_weight(linear: nn.Linear) -> nn.Parameter:

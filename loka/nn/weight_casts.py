@@ -200,7 +200,7 @@ def _is_same_on_cpu(old: Tensor, cast: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.contiguous().view(-1).view(torch.uint8)  # an axis of length 1 may have any stride in a contiguous tensor
 
 
 def _kind_of(cast: Tensor) -> tuple[object, ...]:

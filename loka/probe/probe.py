@@ -1,6 +1,7 @@
 """The Probe: learns the distributions of a model's activations and gradients while it trains."""
 
 import dataclasses
+import hashlib
 import logging
 import uuid
 from collections import Counter, deque
@@ -204,8 +205,13 @@ class Probe:
             sites=sites,
             uncovered=tuple(map(str, found.uncovered)),
             steps_seen=self.steps_seen,
-            id=f"{self._id}-{self.steps_seen}",
+            id=self._id_of(sites),
         )
+
+    def _id_of(self, sites: Mapping[str, SiteRecord]) -> str:
+        """The same for Records between which the Probe saw no step and the weights did not move."""
+        weights = [float(site.weight_NK.double().sum()) for site in sites.values()]
+        return f"{self._id}-{self.steps_seen}-{hashlib.sha256(repr(weights).encode()).hexdigest()[:8]}"
 
     def _take(self, seen: Watch) -> None:
         """Keep what a step showed, to be learned later; at once a site's first sample, and what must wait for the device."""

@@ -56,6 +56,15 @@ def test_prepared_anew_where_the_weight_or_a_cast_lies_elsewhere() -> None:
     assert prepared.n == 4
 
 
+@pytest.mark.parametrize("shape", [(256, 64), (300, 1), (129, 65)])
+@pytest.mark.parametrize("kernel", ["reference.blockwise", "reference.rowwise", "reference.tensorwise"])
+def test_casts_of_any_layout_are_compared(kernel: str, shape: tuple[int, int]) -> None:
+    layer = LokaLinear(*shape, kernels=SiteKernels.same(kernel))
+    before = {name: tensor._version for name, tensor in held(layer).items()}
+    loka.refresh(layer)
+    assert {name: tensor._version for name, tensor in held(layer).items()} == before
+
+
 def test_casts_that_hold_nan_and_come_out_as_they_were_are_not_written() -> None:
     """A backward pass to come may read them: here another layer has made a step in between."""
     layer, other = LokaLinear(16, 8, kernels=SAME), nn.Linear(2, 2)

@@ -403,6 +403,9 @@ def test_records_of_the_same_step_have_one_id() -> None:
                 model(torch.randn(4, 8)).sum().backward()
             ids += [one.record().id, one.record().id]
     assert [ids.index(id) for id in ids] == [0, 0, 2, 2, 4, 4, 6, 6]
+    with torch.no_grad():
+        model[0].weight.add_(1e-3)  # trained on, past the Probe
+    assert probe.record().id not in ids
 
 
 def test_a_record_keeps_its_id_in_its_file_and_merged_is_another(record: Record, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_probe_follows_weights_when_asked(tmp_path: Path) -> None:
     drawn, again = (site.sample_weight(torch.Generator().manual_seed(3)) for site in (loaded, record.sites["0"]))
     assert drawn.shape == (6, 8)
     assert torch.equal(drawn, again)
-    with pytest.raises(InvalidInput, match="site 0 were not followed: probe with weights_over_time=True"):
+    with pytest.raises(InvalidInput, match="the weights of site 0 over time: probe with weights_over_time=True"):
         plain.record().sites["0"].sample_weight(torch.Generator())
 
 
