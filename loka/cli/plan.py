@@ -55,7 +55,7 @@ def plan(
         raise InvalidInput("--kernels takes the names of kernels, or patterns of them, as `loka kernels` lists them")
     survey = Survey.load(run)
     limits = {"max_error": max_error, "min_speedup": min_speedup}
-    made = make_plan(survey, goal=goal, **limits, keep=keep or (), kernels=kernels or ())
+    made = make_plan(survey, goal=goal, **limits, keep=keep or (), kernels=kernels)
     if site is not None:
         _print_site(_site(made, site), _conditions(made))
         return

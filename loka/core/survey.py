@@ -33,6 +33,7 @@ same_fields(
     "loka.survey/5",  # without ``record``
 )
 GATE = "mere_floored"  # the one of a candidate's errors that plans are held to
+BLOCK_KERNEL = "triton.block"  # the fused kernel of every block
 Times = dict[int, float]  # M → µs
 
 

@@ -22,14 +22,13 @@ from torch.nn import functional as F
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Scaling
 from loka.core.site_record import SiteRecord
-from loka.core.survey import BlockCandidate, Times
+from loka.core.survey import BLOCK_KERNEL, BlockCandidate, Times
 from loka.kernels.providers.torch_casts import room_to_compile
 from loka.kernels.triton.share import has_powers
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block
 from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
 from loka.measure.failure import is_of_memory, told
 from loka.measure.timing import BUDGET_S, copies_past_cache, time_together, whole_rotations
-from loka.measure.trial import BLOCK_KERNEL
 from loka.nn.block_reference import block_epilogue
 from loka.nn.fused_block import FusedBlock
 from loka.numerics.formats import torch_dtype

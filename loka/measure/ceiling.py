@@ -38,7 +38,7 @@ def describe_ceiling(ceiling: Ceiling | None, record: Record) -> str:
     covered = ceiling.covered
     best = f"were they free, it would be {1 / (1 - covered):.2f} times as fast" if covered < 1 else "all there is"
     share = f"{ceiling.sites_us / 1e3:.3g} of {ceiling.step_us / 1e3:.3g} ms"
-    return f"{len(record.sites)} sites hold {covered:.0%} of a step ({share}): {best}.{uncovered}"
+    return f"the GEMMs of {len(record.sites)} sites take {covered:.0%} of a step ({share}): {best}.{uncovered}"
 
 
 def _absorbed_us(site: SiteSurvey) -> float:

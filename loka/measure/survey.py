@@ -14,7 +14,7 @@ from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record
 from loka.core.site_record import SiteRecord
-from loka.core.survey import GATE, SiteSurvey, Survey, SurveyDocument
+from loka.core.survey import BLOCK_KERNEL, GATE, SiteSurvey, Survey, SurveyDocument
 from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_named, device_of
 from loka.measure.block import Blocks, block_shape, is_fused
@@ -26,7 +26,6 @@ from loka.measure.parts import Option, baseline_kernel
 from loka.measure.site_survey import Bench, plain_options, row_counts, survey_site
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.trial import (
-    BLOCK_KERNEL,
     AnyTrial,
     BlockTrial,
     Trial,

@@ -23,7 +23,7 @@ import torch
 from loka.core.errors import KernelUnavailable
 from loka.core.gemm import Role, SiteShape
 from loka.core.recipe import Format, Transform
-from loka.core.survey import Fault
+from loka.core.survey import BLOCK_KERNEL, Fault
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.measure.block_parts import BlockShape
@@ -33,7 +33,6 @@ from loka.measure.side_by_side import environment
 START_LIMIT_S = 180.0  # to import torch and to reach the GPU
 LIMIT_S = 60.0  # to compile a kernel and run it once, and as long behind every transform
 BLOCK_LIMIT_S = 300.0  # a block's kernels, forward and backward, and torch's for comparison
-BLOCK_KERNEL = "triton.block"
 MOST_CHILDREN = 12  # each holds a CUDA context and compiles on a core of its own
 # Plain products of torch, which the reference itself is made of.
 TRUSTED = ("loka.kernels.providers.torch_high", "loka.kernels.providers.reference")

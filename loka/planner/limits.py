@@ -13,7 +13,7 @@ from loka.core.gemm import Role
 from loka.core.names import did_you_mean, matching
 from loka.core.plan import Goal
 from loka.core.recipe import Accumulation, Format
-from loka.core.survey import GATE, BlockCandidate, Candidate, SiteSurvey
+from loka.core.survey import BLOCK_KERNEL, GATE, BlockCandidate, Candidate, SiteSurvey
 
 MAX_ERROR = 0.2
 MIN_SPEEDUP = 1.05
@@ -104,7 +104,7 @@ def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
 
 def allowed_alone(sites: tuple[SiteSurvey, ...], kernels: Sequence[str]) -> tuple[SiteSurvey, ...]:
     """The sites as if no 8-bit kernel were able but those that ``kernels`` names, by name or by a pattern."""
-    known = sorted({candidate.kernel for site in sites for candidate in (*site.candidates, *site.blocks)})
+    known = sorted({BLOCK_KERNEL, *(candidate.kernel for site in sites for candidate in site.candidates)})
     allowed: set[str] = set()
     for pattern in kernels:
         found = matching(pattern, known)

@@ -19,7 +19,7 @@ def make_plan(
     max_error: float | Mapping[Role, float] = MAX_ERROR,
     min_speedup: float = MIN_SPEEDUP,
     keep: Iterable[str] = (),
-    kernels: Iterable[str] = (),
+    kernels: Iterable[str] | None = None,
 ) -> Plan:
     """Choose kernels for every site and block in ``survey``.
 
@@ -34,7 +34,7 @@ def make_plan(
     limits = check_limits(goal, max_error, min_speedup)
     if not survey.sites:
         raise InvalidInput("the survey has no site to plan for: probe a model with linear layers, then measure it again")
-    patterns, names = ((given,) if isinstance(given, str) else tuple(given) for given in (keep, kernels))
+    patterns, names = ((given,) if isinstance(given, str) else tuple(given) for given in (keep, kernels or ()))
     kept = kept_sites((site.site for site in survey.sites), patterns)
     surveyed = allowed_alone(survey.sites, names) if names else survey.sites
     studies = {site.site: study_site(site, limits, kept.get(site.site)) for site in surveyed}

@@ -119,7 +119,8 @@ def _why_nothing_moves(run: Run) -> str:
     others = [c for site in run.survey.sites for c in site.candidates if c.kernel != site.baseline] if run.survey else []
     if others and all(candidate.why_not for candidate in others):
         return "no low-precision kernel can run here"
-    return "nothing was both safe and faster"
+    of_all = f", of the kernels to plan from ({', '.join(run.plan.kernels)})" if run.plan and run.plan.kernels else ""
+    return f"nothing was both safe and faster{of_all}"
 
 
 def _kernels_chosen(sites: list[SitePlan]) -> str:

@@ -4,16 +4,19 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 
+import msgspec
+
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role, by_frequency
 from loka.core.plan import PlanDocument, SitePlan
 from loka.core.recipe import Transform
 from loka.core.survey import GATE, SiteSurvey, SurveyDocument
+from loka.planner.limits import allowed_alone
 from loka.report.attempts import closest_attempt
 from loka.report.page_data import MapPoint, PlanRow, RejectedFor, Rejection, SiteMap
 from loka.report.words import number
 
-_NUMBER = re.compile(r"(?<![\w.])\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?!\w)")  # but not the digits of a name such as e4m3
+_NUMBER = re.compile(r"(?<![A-WYZa-wyz_.\d])\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")  # but not the digits of a name such as e4m3
 _ANY, _HOLE = "…", "\0"  # stand for a number when reasons are shown, and when they are compared: no reason holds the latter
 MOST_PLACES = 30  # sites named for one reason; the count says how many there are
 
@@ -26,6 +29,8 @@ def shares(plan: PlanDocument) -> dict[str, float]:
 
 def draw_map(plan: PlanDocument, survey: SurveyDocument | None) -> SiteMap:
     """Chosen sites as planned; if there is a survey, the others with the kernel that came closest."""
+    if survey and plan.kernels:
+        survey = msgspec.structs.replace(survey, sites=allowed_alone(survey.sites, plan.kernels))
     surveyed, share = _by_name(survey), shares(plan)
     one_limit = len(set(plan.max_error.values())) == 1
     points, off = [], []

@@ -304,7 +304,7 @@ class TestCeiling:
         step_us = 3 * sum(c.gemm_us[128] for c in survey.sites[0].candidates)
         assert ceiling.sites_us == pytest.approx(step_us)  # timed once, so the very numbers
         assert ceiling.uncovered == ("linear in top",)
-        assert said[0].startswith(f"1 sites hold {step_us / 1e5:.0%} of a step")
+        assert said[0].startswith(f"the GEMMs of 1 sites take {step_us / 1e5:.0%} of a step")
         assert said[0].endswith("Not covered: linear in top.")
 
     def test_rows_that_were_not_timed_take_what_the_nearest_above_do(self) -> None:

@@ -266,6 +266,8 @@ class TestKernelsToPlanFrom:
         both = survey(msgspec.structs.replace(self.two.sites[0], blocks=(block,)))
         assert loka.make_plan(both, goal="serving").sites[0].block is not None
         assert loka.make_plan(both, goal="serving", kernels=["a.one"]).sites[0].block is None
+        assert loka.make_plan(self.two, goal="serving", kernels=["a.one", "triton.block"]).sites[0].block is None  # it has none
+        assert loka.make_plan(both, goal="serving", kernels=None).sites[0].block is not None
 
     def test_one_that_was_not_measured_is_told(self) -> None:
         with pytest.raises(InvalidInput, match=r"kernels='b.tow' matches no kernel of this survey. Did you mean 'b.two'"):

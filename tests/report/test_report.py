@@ -185,10 +185,21 @@ class TestPlanRows:
         ]
 
     def test_digits_of_names_are_no_numbers(self, survey) -> None:
-        reasons = ("writes e4m3, not bf16", "writes e5m2, not bf16", "took … of 8", "took 3 of 8")
+        reasons = ("writes e4m3, not bf16", "writes e5m2, not bf16", "took … of 8", "took 3 of 8", "(…x64)", "(64x32 and 2x9)")
         refused = tuple(Refusal("some", reason, Role.FPROP) for reason in reasons)
         (told,) = (r for r in list_rejected(self.changed(survey, refused=refused)) if "some" in r.kernels[0])
         assert {reason.reason for reason in told.reasons} == set(reasons)
+
+    def test_shapes_are_numbers(self, survey) -> None:
+        refused = tuple(Refusal("some", f"cannot multiply ({m}x64), took 1.{m}ms", Role.FPROP) for m in (7, 256))
+        (told,) = (r for r in list_rejected(self.changed(survey, refused=refused)) if "some" in r.kernels[0])
+        assert [reason.reason for reason in told.reasons] == ["cannot multiply (…x64), took …ms"]
+
+    def test_the_map_places_no_site_by_a_kernel_that_was_not_to_be_chosen(self, survey) -> None:
+        def placed(kernels: list[str] | None) -> int:
+            return len(draw_map(make_plan(survey, goal=Goal.SERVING, kernels=kernels).document, survey.document).points)
+
+        assert placed(None) > placed([survey.sites[0].baseline]) == 0
 
     def test_a_long_plan_shows_the_sites_with_most_time_and_counts_the_rest(self, big_run) -> None:
         page = gather_page(read_run(big_run(MOST_ROWS + 20)))
