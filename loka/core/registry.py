@@ -38,9 +38,10 @@ class Registry(Generic[T]):
 
     def add(self, name: str, entry: T) -> None:
         """An entry that a module left whose import then failed is replaced, when that is tried again."""
-        if name in self._entries and _is_loaded(self._added_by[name]):
+        module = _running_module()
+        if name in self._entries and not _is_run_again(self._added_by[name], module):
             raise ValueError(f"{self._kind} {name!r} is registered twice")
-        self._entries[name], self._added_by[name] = entry, _running_module()
+        self._entries[name], self._added_by[name] = entry, module
 
     def remove(self, name: str) -> None:
         del self._entries[name]
@@ -91,6 +92,6 @@ def _running_module() -> dict[str, Any]:
     return frame.f_globals
 
 
-def _is_loaded(module: dict[str, Any]) -> bool:
-    """Whether it is the one that an import gives: not one whose import failed."""
-    return vars(sys.modules.get(module.get("__name__", ""), object)) is module
+def _is_run_again(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether both are globals of one module that was executed twice, as it is when its import failed the first time."""
+    return before is not now and before.get("__name__") == now.get("__name__")

@@ -91,6 +91,10 @@ class TestRegistry:
         registry.add("apple", 1)
         with pytest.raises(ValueError, match="fruit 'apple' is registered twice"):
             registry.add("apple", 2)
+        elsewhere = {"registry": registry, "__name__": "of_no_file"}  # a notebook, a worker: no module that was imported
+        exec("registry.add('pear', 1)", elsewhere)
+        with pytest.raises(ValueError, match="fruit 'pear' is registered twice"):
+            exec("registry.add('pear', 2)", elsewhere)
 
     def test_a_package_is_read_once_and_only_when_asked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package = tmp_path / "fruits"
