@@ -290,7 +290,8 @@ class TestPlannedArms:
         }
         assert all(site.blocks == () for site in only_in_roles(Survey(document), ["dgrad"]).sites)
 
-    def test_all_seeds_of_an_arm_share_a_plan_from_a_run_of_its_own(self, campaign, results):
+    def test_all_seeds_of_an_arm_share_a_plan_from_a_run_of_its_own(self, campaign, results, monkeypatch):
+        monkeypatch.setattr("loka.train.loka_plan.CHECKED_EXAMPLES", 2048)
         said: list[str] = []
         campaign = replace(campaign, arms=["loka"], overrides={"model": "dlrm", "steps": 3, "batch_size": 32})
         run_campaign(campaign, results, say=said.append)
