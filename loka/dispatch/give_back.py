@@ -45,7 +45,7 @@ def too_slow(sites: Sequence[SitePlan]) -> tuple[str, ...]:
 
 
 def _saved_by_forward_us(site: SitePlan) -> float:
-    """How much more the site saves than with a finer forward pass. A block's times are with norm and activation, the other's
-    without, so each is taken from its own baseline."""
+    """How much more the site saves than with a finer forward pass. A block may run the norm in front too, so each is taken
+    from its own baseline."""
     saved_then_us = site.finer[0].baseline_us - site.finer[0].time_us if site.finer else 0.0
     return site.baseline_us - site.time_us - saved_then_us

@@ -209,9 +209,6 @@ def _candidate(
     def of(name: str, without: str | None = None) -> Times:
         return {m: max(0.0, us.get(name, 0.0) - us.get(without or "", 0.0)) for m, us in times.items()}
 
-    def added(one: Times, other: Times) -> Times:
-        return {m: time_us + other[m] for m, time_us in one.items()}
-
     return BlockCandidate(
         kernel=BLOCK_KERNEL,
         norm=site.norm,
@@ -223,7 +220,8 @@ def _candidate(
         input_cast_us=of("input_cast"),
         training_cast_us=of("training_cast"),
         forward_us=of("forward", without="input_cast"),
-        training_us=added(of("training", without="training_cast"), of("weight_cast", without="step_without_cast")),
+        training_us=of("training", without="training_cast"),
+        weight_cast_us=of("weight_cast", without="step_without_cast"),
         baseline_forward_us=of("baseline_forward"),
         baseline_training_us=of("baseline_training"),
         epilogue_forward_us=of("epilogue_forward"),

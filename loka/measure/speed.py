@@ -1,4 +1,4 @@
-"""The times of the executor's parts at every M seen. Equal problems are timed once, whichever sites have them.
+"""The times of the executor's parts at each M given. Equal problems are timed once, whichever sites have them.
 
 What is timed together is interleaved: the baseline and all other products of a role, all casts of a tensor. Products read
 operands that were cast before, weights rotated past the cache; casts read activations warm, as a model has just written them.

@@ -1,10 +1,11 @@
 """What a site costs in a step for any choice of kernels: its distinct casts and its GEMMs, over all M it is called with.
 
 A cast that several roles read is paid once; where the forms asked for were not timed together, their single times are added.
-The weight is cast once a step in training, not once a call, and never in serving. Where its optimizer makes just these casts in
-the pass that steps it (for a site with a transform it never does), they cost what they add to the step. An M that was not
-measured costs what the nearest measured one above it does. At an M where the baseline was timed and a kernel was not, the
-kernel cannot run: there the site runs, and costs, as in high precision.
+The weight is cast to 8 bits once a step in training, not once a call, and never in serving. Where its optimizer makes just
+these casts in the pass that steps it (for a site with a transform it never does), they cost what they add to the step. A copy
+of it in another dtype is made once a step where the site is as it was, and for each role and call where a part of it is in 8
+bits. An M that was not measured costs what the nearest measured one above it does. At an M where the baseline was timed and a
+kernel was not, the kernel cannot run: there the site runs, and costs, as in high precision.
 """
 
 import math
@@ -34,6 +35,11 @@ def rows_by_measured(calls: Times, measured: Iterable[int]) -> dict[int, float]:
 def times_as_fast(baseline_us: float, time_us: float) -> float:
     """A small block's time without its cast may come out as 0."""
     return baseline_us / time_us if time_us else math.inf
+
+
+def median_us(times: Times) -> float:
+    """Of what does not depend on M."""
+    return statistics.median(times.values()) if times else 0.0
 
 
 class SiteCosts:
@@ -68,14 +74,16 @@ class SiteCosts:
 
     @cached_property
     def baseline_us(self) -> float:
-        return sum(count * self._call_us(self.baseline, m) for m, count in self.calls.items()) + self._weight_us(self.baseline)
+        return sum(count * self._call_us(self.baseline, m) for m, count in self.calls.items()) + self._plain_weight_us
 
     def step_us(self, kernels: dict[Role, Candidate]) -> float | None:
         """The time of a step with ``kernels``, casts shared; None where they take none of the M measured."""
         able = [m for m in self.calls if self._takes(kernels, m)]
         if not able:
             return None
-        total = self._weight_us(kernels)
+        total = self._weight_us(kernels, sum(self.calls[m] for m in able))
+        if len(able) < len(self.calls):
+            total += self._plain_weight_us
         for m, count in self.calls.items():
             total += count * self._call_us(kernels if m in able else self.baseline, m)
         return total
@@ -107,12 +115,23 @@ class SiteCosts:
         casts = (self._cast_times(tensor, forms) or {} for tensor, forms in _forms(kernels) if tensor is not TensorName.W)
         return sum(candidate.gemm_us[m] for candidate in kernels.values()) + sum(times.get(m, 0.0) for times in casts)
 
-    def _weight_us(self, kernels: dict[Role, Candidate]) -> float:
+    @cached_property
+    def _plain_weight_us(self) -> float:
+        """Of the site as it was: one copy a step, if its weight is of another dtype."""
+        return 0.0 if self.goal is Goal.SERVING else self._weight_cast_us(dict(_forms(self.baseline)).get(TensorName.W, ()))
+
+    def _weight_us(self, kernels: dict[Role, Candidate], calls: float) -> float:
         if self.goal is Goal.SERVING:
             return 0.0
-        forms = dict(_forms(kernels)).get(TensorName.W, ())
-        times = self._made_in_step(kernels, forms) or self._cast_times(TensorName.W, forms)
-        return statistics.median(times.values()) if times else 0.0  # a weight's cast does not depend on M
+        read = [form for candidate in kernels.values() for tensor, form in _reads(candidate) if tensor is TensorName.W]
+        copies_us = sum(self._weight_cast_us((form,)) for form in read if _is_high_precision(form))
+        held = tuple(sorted({form for form in read if not _is_high_precision(form)}))
+        is_plain = all(candidate.transform is Transform.NONE for candidate in kernels.values())
+        in_step = self._in_step.get(held) if is_plain else None
+        return calls * copies_us + (median_us(in_step) if in_step else self._weight_cast_us(held))
+
+    def _weight_cast_us(self, forms: tuple[str, ...]) -> float:
+        return median_us(self._cast_times(TensorName.W, forms) or {})
 
     def _cast_times(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
         """The time to cast ``tensor`` into all ``forms`` by M; None where a form that costs something was not timed."""
@@ -125,27 +144,23 @@ class SiteCosts:
             return self._casts[tensor, forms]
         return self._one_by_one(tensor, forms)
 
-    def _made_in_step(self, kernels: dict[Role, Candidate], forms: tuple[str, ...]) -> Times | None:
-        """The times where the step that moves the weight makes its 8-bit casts; a copy in high precision is always apart."""
-        held = tuple(form for form in forms if form.removesuffix("ᵀ") not in HIGH_PRECISION)
-        if held not in self._in_step or any(candidate.transform is not Transform.NONE for candidate in kernels.values()):
-            return None
-        others = self._one_by_one(TensorName.W, tuple(form for form in forms if form not in held))
-        return None if others is None else {0: statistics.median(self._in_step[held].values()) + others[0]}
-
     def _one_by_one(self, tensor: TensorName, forms: tuple[str, ...]) -> Times | None:
         singles = [self._casts.get((tensor, (form,)), self._if_free(tensor, form)) for form in forms]
         if any(times is None for times in singles):
             return None
         known = [times for times in singles if times is not None]
         if tensor is TensorName.W:  # its casts do not depend on M, and forms may have been timed at different M
-            return {0: sum(statistics.median(times.values()) for times in known if times)}
+            return {0: sum(map(median_us, known))}
         shared = set.intersection(*(set(times) for times in known))
         return {m: sum(times[m] for times in known) for m in shared}
 
     def _if_free(self, tensor: TensorName, form: str) -> Times | None:
         """What high precision reads as it is costs nothing, so nobody timed it."""
         return dict.fromkeys(self.calls, 0.0) if (tensor, form) in self._free else None
+
+
+def _is_high_precision(form: str) -> bool:
+    return form.removesuffix("ᵀ") in HIGH_PRECISION
 
 
 def _reads(candidate: Candidate) -> list[tuple[TensorName, str]]:

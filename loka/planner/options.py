@@ -8,7 +8,7 @@ from loka.core.gemm import Role
 from loka.core.plan import Goal, Refusal
 from loka.core.recipe import Transform
 from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Times
-from loka.planner.costs import HIGH_PRECISION, ROLES, SiteCosts, rows_by_measured
+from loka.planner.costs import HIGH_PRECISION, ROLES, SiteCosts, median_us, rows_by_measured
 from loka.planner.limits import Limits, why_biased, why_deaf
 
 Kernels = dict[Role, Candidate]
@@ -41,7 +41,6 @@ class BlockOption:
     time_us: float
     cast_us: float
     baseline_us: float
-    epilogue_us: float | None  # of norm and activation where the site is no block; None where not timed, or with an entry
     entry: str | None = None  # the norm in front of it, if it runs that too; then there is nothing to cast
 
     @property
@@ -51,6 +50,14 @@ class BlockOption:
 
     def step_us(self, fp8_input: bool) -> float:
         return self.time_us - self.cast_us if fp8_input else self.time_us
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A site with norm and activation behind it, compiled as a whole in high precision, and those two alone, in a step."""
+
+    whole_us: float
+    epilogue_us: float
 
 
 def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list[Refusal]]:
@@ -154,11 +161,11 @@ def _block_options(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> list[
     """The block by itself, and with the norm in front of it; none where it was not timed."""
     if goal is Goal.TRAINING:
         times, casts = block.training_us, block.training_cast_us or block.input_cast_us
-        baseline, epilogue = block.baseline_training_us, block.epilogue_training_us
+        baseline, weight_us = block.baseline_training_us, median_us(block.weight_cast_us)
         entry, entry_baseline = block.entry_training_us, block.entry_baseline_training_us
     else:
         times, casts = block.forward_us, block.input_cast_us
-        baseline, epilogue = block.baseline_forward_us, block.epilogue_forward_us
+        baseline, weight_us = block.baseline_forward_us, 0.0
         entry, entry_baseline = block.entry_forward_us, block.entry_baseline_forward_us
     if not times or not baseline:
         return []
@@ -170,10 +177,23 @@ def _block_options(site: SiteSurvey, block: BlockCandidate, goal: Goal) -> list[
         return sum(count * by_m.get(m, 0.0) for m, count in calls.items() if m in times)
 
     elsewhere_us = sum(count * baseline[m] for m, count in calls.items() if m not in times)  # M it cannot take
-    time_us, baseline_us, cast_us = total(times) + elsewhere_us, total(baseline) + elsewhere_us, total(casts)
-    epilogue_us = sum(count * epilogue[m] for m, count in calls.items()) if set(calls) <= set(epilogue) else None
-    options = [BlockOption(block, time_us + cast_us, cast_us, baseline_us, epilogue_us)]
+    time_us = weight_us + total(times) + elsewhere_us
+    baseline_us, cast_us = total(baseline) + elsewhere_us, total(casts)
+    options = [BlockOption(block, time_us + cast_us, cast_us, baseline_us)]
     if block.entry is not None and site.producer is None and not elsewhere_us:
         with_norm_us = baseline_us + total(entry_baseline)
-        options.append(BlockOption(block, time_us + total(entry), 0.0, with_norm_us, None, block.entry))
+        options.append(BlockOption(block, time_us + total(entry), 0.0, with_norm_us, block.entry))
     return options
+
+
+def compiled_around(site: SiteSurvey, goal: Goal) -> Compiled | None:
+    """By the first block that was timed, whether it qualifies or not; None where not at all rows."""
+    for block in site.blocks:
+        if goal is Goal.TRAINING:
+            whole, epilogue = block.baseline_training_us, block.epilogue_training_us
+        else:
+            whole, epilogue = block.baseline_forward_us, block.epilogue_forward_us
+        calls = rows_by_measured(site.calls, whole) if whole else {}
+        if calls and set(calls) <= set(epilogue):
+            return Compiled(*(sum(count * by_m[m] for m, count in calls.items()) for by_m in (whole, epilogue)))
+    return None

@@ -26,14 +26,15 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
         times = study.baseline_us, study.baseline_us
         return SitePlan(site.site, site.k, site.n, choices, *times, stays, refused=refused, read_by=site.read_by)
     choices = {role: _choice(costs, option, role, limits) for role in ROLES[limits.goal]}
-    reason = f"{times_as_fast(costs.baseline_us, option.time_us):.3g}× {site.baseline}, casts included"
+    time_us = study.with_epilogue_us(option.time_us)
+    reason = f"{times_as_fast(study.baseline_us, time_us):.3g}× {study.baseline}, casts included"
     return SitePlan(
         site=site.site,
         k=site.k,
         n=site.n,
         kernels=choices,
-        baseline_us=costs.baseline_us,
-        time_us=option.time_us,
+        baseline_us=study.baseline_us,
+        time_us=time_us,
         reason=reason,
         transform=option.transform,
         refused=refused,
@@ -48,8 +49,8 @@ def _finer(study: Study, forward: Choice, limits: Limits) -> tuple[FinerForward,
     return tuple(
         FinerForward(
             {role: _choice(study.costs, option, role, limits) for role in ROLES[limits.goal]},
-            study.costs.baseline_us,
-            option.time_us,
+            study.baseline_us,
+            study.with_epilogue_us(option.time_us),
         )
         for option in finer_forwards(study, forward.error.mean, limits)
     )

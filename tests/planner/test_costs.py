@@ -86,8 +86,8 @@ def test_a_weight_in_two_forms_costs_both_casts() -> None:
     [
         ("one", "oneᵀ", 1.0),  # both in the step
         ("one", "row", 20.0 + 7.0),  # no step makes these two
-        ("one", "bf16ᵀ", 2.0 + 4.0),  # what is held is made in the step, and the copy in high precision is not
-        ("bf16", "bf16ᵀ", 4.0),  # whose transpose is a view
+        ("one", "bf16ᵀ", 2.0 + 10 * 4.0),  # what is held is made in the step, a copy in high precision in every call
+        ("bf16", "bf16ᵀ", 10 * 8.0),  # for each role
         ("row", "row", 7.0),
     ],
 )

@@ -14,7 +14,7 @@ import loka
 from loka.core.gemm import SOURCES, Role, TensorName
 from loka.core.plan import Goal, SitePlan
 from loka.core.recipe import Transform
-from loka.core.survey import Candidate, CastTime, SiteSurvey
+from loka.core.survey import BlockCandidate, Candidate, CastTime, SiteSurvey
 
 M = 100
 ALL_ROLES = {role: {M: 100.0} for role in Role}
@@ -29,15 +29,15 @@ def plan_of(one: SiteSurvey, **limits: object) -> SitePlan:
 
 
 def brute_force(one: SiteSurvey, goal: Goal, limit: float, noise: float = math.inf) -> float:
-    """The least time of a step over all triples of kernels within ``limit``, each priced call by call; fprop has at most
-    ``noise``."""
+    """The least time of a step over all triples of kernels within ``limit``, each priced call by call, and what follows the
+    site with it; fprop has at most ``noise``."""
     roles = list(Role) if goal is Goal.TRAINING else [Role.FPROP]
     at = {(c.role, c.kernel): c for c in one.candidates}
     casts = {(c.tensor, frozenset(c.forms)): c.time_us for c in one.casts}
     measured = sorted(at[Role.FPROP, BASELINE].gemm_us)
 
     def cast_us(tensor: TensorName, forms: set[str], m: int) -> float:
-        forms = forms - {"fp32"}
+        forms = {form for form in forms if not form.startswith(("fp32", "bf16"))}
         if not forms:
             return 0.0
         if (tensor, frozenset(forms)) in casts:
@@ -50,13 +50,25 @@ def brute_force(one: SiteSurvey, goal: Goal, limit: float, noise: float = math.i
             for source, form in zip(SOURCES[c.role], c.forms, strict=True):
                 reads.setdefault(source.tensor, set()).add(form)
         total = cast_us(TensorName.W, reads.get(TensorName.W, set()), M) if goal is Goal.TRAINING else 0.0
+        copy_us = casts.get((TensorName.W, frozenset(["bf16"])), {M: 0.0})[M] if goal is Goal.TRAINING else 0.0
+        is_plain, was_copied = all(c.kernel == BASELINE for c in triple), False
         for m, count in one.calls.items():
             nearest = next((other for other in measured if other >= m), measured[-1])
             runs = triple if all(nearest in c.gemm_us for c in triple) else [at[role, BASELINE] for role in roles]
             total += count * sum(c.gemm_us[nearest] for c in runs)
             if runs is triple:
                 total += count * sum(cast_us(t, forms, nearest) for t, forms in reads.items() if t is not TensorName.W)
-        return total
+            if is_plain or runs is not triple:
+                was_copied = True
+            else:
+                total += count * copy_us * sum(c.kernel == BASELINE and c.role is not Role.WGRAD for c in triple)
+        total += copy_us * was_copied
+        if not one.blocks:
+            return total
+        (beside,) = one.blocks
+        if is_plain:
+            return sum(count * beside.baseline_training_us[M] for count in one.calls.values())
+        return total + sum(count * beside.epilogue_training_us[M] for count in one.calls.values())
 
     def able(c: Candidate) -> bool:
         if c.kernel == BASELINE:
@@ -77,6 +89,13 @@ FORMS = {"a.one": "row", "a.two": "row", "b.one": "block"}  # a.one and a.two sh
 def surveys(draw: st.DrawFn) -> SiteSurvey:
     rows = [M, 64] if draw(st.booleans()) else [M]
     candidates = list(baseline({role: {m: draw(times) for m in rows} for role in Role}))
+    copies = []
+    if draw(st.booleans()):  # the weight is stored in another dtype than it is multiplied in
+        stored = {Role.FPROP: ("fp32", "bf16"), Role.DGRAD: ("fp32", "bf16ᵀ"), Role.WGRAD: ("fp32", "fp32")}
+        candidates = [msgspec.structs.replace(c, forms=stored[c.role]) for c in candidates]
+        copy_us = draw(times)
+        copies = [CastTime(TensorName.W, (form,), {M: copy_us}) for form in ("bf16", "bf16ᵀ")]
+    blocks = [refused_block(draw(times), draw(times))] if draw(st.booleans()) else []
     for kernel, role in product(KERNELS, Role):
         takes = rows if draw(st.integers(0, 3)) else rows[:1]
         forms = tuple(FORMS[kernel] + ("ᵀ" if source.transposed else "") for source in SOURCES[role])
@@ -90,7 +109,16 @@ def surveys(draw: st.DrawFn) -> SiteSurvey:
         for forms in [("block",), ("blockᵀ",), ("row",), ("rowᵀ",), *([("row", "rowᵀ")] if draw(st.booleans()) else [])]
     ]
     calls = draw(st.dictionaries(st.integers(1, 120), st.floats(0.5, 8), min_size=1, max_size=3))
-    return site("tower.0", tuple(candidates), tuple(casts), calls=calls)
+    return site("tower.0", tuple(candidates), (*casts, *copies), calls=calls, blocks=tuple(blocks))
+
+
+def refused_block(baseline_us: float, epilogue_us: float) -> BlockCandidate:
+    """It was timed at the larger rows alone, which stand in for all, and no limit lets it in."""
+    whole, epilogue = {M: baseline_us}, {M: epilogue_us}
+    return BlockCandidate(
+        "triton.block", "norm", "act", error=dict.fromkeys(Role, error(0.9)), forward_us={M: 1.0}, training_us={M: 1.0},
+        baseline_forward_us=whole, baseline_training_us=whole, epilogue_forward_us=epilogue, epilogue_training_us=epilogue,
+    )  # fmt: skip
 
 
 @settings(max_examples=80)
