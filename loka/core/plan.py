@@ -108,7 +108,7 @@ class SitePlan(Struct, frozen=True):
 
     @property
     def speedup(self) -> float:
-        return self.baseline_us / self.time_us if self.time_us else 1.0
+        return times_as_fast(self.baseline_us, self.time_us)
 
     def __str__(self) -> str:
         kernels = {choice.kernel for choice in self.kernels.values()}
@@ -191,7 +191,7 @@ class Plan:
         """What it comes to, in words."""
         before, behind = sum(site.baseline_us for site in self.sites), sum(site.time_us for site in self.sites)
         low = sum(site.is_low_precision for site in self.sites)
-        return f"{low} of {len(self.sites)} sites in low precision, {before / behind if behind else 1.0:.2f}× over all sites"
+        return f"{low} of {len(self.sites)} sites in low precision, {times_as_fast(before, behind):.2f}× over all sites"
 
     def __repr__(self) -> str:
         return f"<Plan for {self.document.goal} on {self.document.environment.device}: {self.total}>"
@@ -206,6 +206,11 @@ class Plan:
     def giving_back_forward(self, reasons: Mapping[str, str]) -> "Plan":
         """The same for fprop alone, to a finer format or to high precision; for the whole site where neither is worth it."""
         return self._changing(reasons, SitePlan.with_finer_forward)
+
+    def with_alone(self, site: str) -> "Plan":
+        """The plan with ``site`` alone in low precision, to try it by itself: whether or not it then pays."""
+        others = {other.site: "tried without" for other in self.sites if other.is_low_precision and other.site != site}
+        return self._changed(others, SitePlan.in_high_precision)
 
     def _changing(self, reasons: Mapping[str, str], change: Callable[[SitePlan, str, str], SitePlan]) -> "Plan":
         """With what follows: a block that must cast its own input again and no longer pays goes too, then perhaps the next."""
@@ -265,6 +270,13 @@ def _with_one_finer_forward(fields: Fields) -> Fields:
 def _with_list_of_finer(site: Fields) -> Fields:
     exact = site.get("exact_forward")
     return {**{name: value for name, value in site.items() if name != "exact_forward"}, "finer": [exact] if exact else []}
+
+
+def times_as_fast(baseline_us: float, time_us: float) -> float:
+    """A small block's time without its cast may come out as 0; where nothing was measured, both are."""
+    if not time_us:
+        return math.inf if baseline_us else 1.0
+    return baseline_us / time_us
 
 
 def digest_of_plan(run: str | Path) -> str:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 SAME_DIRECTION = 0.9  # the cosine
 NEVER_CALLED = "never called"  # a note
-FOLLOWERS = ("norm", "norm_kind", "activation", "activation_kind")  # what is known of the modules behind a site
+# What is known of the modules behind a site.
+FOLLOWERS = ("norm", "norm_kind", "norm_block", "norm_eps", "activation", "activation_kind")
 UNKNOWN_READER = "?"
 
 
@@ -52,6 +53,8 @@ class SiteFacts:
     stays_serving: str | None = None  # the same, in serving alone
     norm: str | None = None  # the modules behind it that a block would absorb, and their classes
     norm_kind: str | None = None
+    norm_block: int | None = None  # of a BlockNorm: how many features it normalizes together, at most, and its ε
+    norm_eps: float | None = None
     activation: str | None = None
     activation_kind: str | None = None
     consumers: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from torch import nn
 from loka.core.errors import LokaError
 from loka.core.gemm import Role
 from loka.core.plan import Plan, SitePlan, vector_name
+from loka.core.survey import BLOCK_KERNEL
 from loka.dispatch.planned import PassThrough, PlannedLinear
 from loka.dispatch.swap import Swap
 from loka.kernels.contract import KERNELS
@@ -60,6 +61,8 @@ def bind_site(module: nn.Linear, site: SitePlan, plan: Plan) -> list[Swap] | str
 def bind_block(model: nn.Module, module: nn.Linear, site: SitePlan) -> list[Swap] | str:
     """A planned block with what it absorbs, ready to be put in; or why it cannot be."""
     assert site.block is not None
+    if site.block.kernel != BLOCK_KERNEL:
+        return f"is planned on {site.block.kernel}, and the one fused block of this LoKA is {BLOCK_KERNEL}"
     parts = {name: model.get_submodule(name) for name in site.block.absorbed}
     norm, activation, entry = (parts.get(name or "") for name in (site.block.norm, site.block.activation, site.block.entry))
     for name, part in parts.items():

@@ -6,7 +6,7 @@ Errors of sites add and cancel, and what wins at one site need not win in a mode
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -109,7 +109,8 @@ def check_plan(
       ``min_speedup`` times as fast, timed ``repeats`` times over the batches. A quarter of the sites goes, those that the plan
       expects to save least.
 
-    ``loss(model, batch)`` is a scalar. ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was,
+    ``loss(model, batch)`` is a scalar. One batch says nothing of how far the loss spreads between batches, so that what it has
+    risen by counts from two on. ``on_missing`` and ``example`` are ``apply_plan``'s. The model is left as it was,
     without a plan.
     """
     require_kind(plan, Plan, "the plan", "load it with loka.Plan.load(run)")
@@ -149,7 +150,13 @@ def check_plan(
                 plan, gone = alone.without_worst_gradients(plan, planned, tried.gradients)
             else:
                 plan, gone = alone.without_costly_forwards(plan, planned, tried.change, limit)
-            rounds.append(replace(tried, gave_back=gone))
+            rounds.append(replace(tried, gave_back=(*gone, *_gone_with(gone, planned, plan))))
+
+
+def _gone_with(gone: Collection[str], before: Iterable[SitePlan], plan: Plan) -> list[str]:
+    """The sites that left low precision beside those ``gone``: blocks that do not pay without the one in front."""
+    low = {site.site for site in plan.sites if site.is_low_precision}
+    return [site.site for site in before if site.site not in low and site.site not in gone]
 
 
 def _without_slow(plan: Plan, planned: Sequence[SitePlan], speedup: float) -> tuple[Plan, tuple[str, ...]]:
@@ -179,12 +186,12 @@ class _Trial:
 
     def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:
         """The change of loss with ``site`` alone in low precision."""
-        with self._running(_only(plan, site)) as applied:
+        with self._running(plan.with_alone(site)) as applied:
             return self._change(applied, high)
 
     def gradients_alone(self, plan: Plan, site: str) -> GradientChange:
         """The change of gradients with ``site`` alone in low precision."""
-        with self._running(_only(plan, site)) as applied:
+        with self._running(plan.with_alone(site)) as applied:
             return self._gradients(applied)
 
     def whole(self, plan: Plan, high: list[float], max_loss_change: float) -> Round:
@@ -371,12 +378,6 @@ def _leaves_of(root: Node | None) -> set[Tensor]:
         if type(node).__name__ == "AccumulateGrad":
             leaves.add(node.variable)  # pyrefly: ignore[missing-attribute]
     return leaves
-
-
-def _only(plan: Plan, site: str) -> Plan:
-    """The plan with ``site`` alone in low precision."""
-    others = {other.site: "tried without" for other in plan.sites if other.is_low_precision and other.site != site}
-    return plan.giving_back(others)
 
 
 def _name_in_front(tensor: Tensor) -> str:

@@ -18,7 +18,7 @@ from loka.nn.fused_block import FusedBlock, rows_read
 from loka.nn.fused_function import ServedTensors, serve_chain
 from loka.nn.fused_spec import why_not_here
 from loka.nn.fused_steps import cast_weight
-from loka.nn.linear import as_read, has_rows, output_dtype, refuse_to_lose, require_rows
+from loka.nn.linear import as_read, has_rows, output_dtype, refuse_to_lose, require_alike, require_rows
 from loka.nn.site import no_autocast, refuse_unseen_derivatives
 from loka.numerics.formats import is_format
 
@@ -65,6 +65,7 @@ class Frozen(nn.Module):
         refuse_unseen_derivatives(*learns)
         if input.ndim == 0 or input.shape[-1] != self.in_features:
             raise InvalidInput(f"expected input of shape (..., {self.in_features}), got {tuple(input.shape)}")
+        require_alike(input, self.weight)
 
     def _casts(self, weight_NK: Tensor) -> dict[str, Tensor | None]:
         """What serving reads of a weight, by the names of the buffers that hold it. Codes come last, so that they are written

@@ -188,7 +188,8 @@ def block_shape(site: SiteRecord, m: int, dtype: Format) -> BlockShape:
     asked = site.roles if site.trains else tuple(Role)
     needs = (Role.DGRAD in asked, Role.WGRAD in asked)
     stored = (site.weight_format, site.has_bias)
-    return BlockShape(SiteShape(m, site.k, site.n), dtype, *stored, *kinds, *needs, site.entry_block, site.cast_in_step)
+    rest = (site.entry_block, site.cast_in_step, site.norm_block, site.norm_eps)
+    return BlockShape(SiteShape(m, site.k, site.n), dtype, *stored, *kinds, *needs, *rest)
 
 
 def _outputs(run: Callable[[Tensor], Tensor], weight_NK: Tensor, x_MK: Tensor, dy_MN: Tensor | None) -> dict[Role, Tensor]:

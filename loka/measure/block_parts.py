@@ -22,7 +22,7 @@ from loka.numerics.formats import torch_dtype
 
 @dataclass(frozen=True)
 class BlockShape:
-    """All that decides how long a block takes; norm and activation by their class."""
+    """All that decides what a block computes and how long it takes; norm and activation by their class."""
 
     site: SiteShape
     dtype: Format
@@ -33,7 +33,9 @@ class BlockShape:
     needs_dx: bool = True  # in training
     needs_dw: bool = True
     entry_block: int | None = None  # of a BlockNorm in front of it that may hand it FP8
-    cast_in_step: bool = False  # as a SiteRecord says it of the weight
+    cast_in_step: bool = False  # as a SiteRecord says it of the weight,
+    norm_block: int | None = None  # and of a BlockNorm; its defaults where it says nothing
+    norm_eps: float | None = None
 
     def __str__(self) -> str:
         entry = None if self.entry_block is None else f"BlockNorm(block={self.entry_block})"
@@ -41,8 +43,9 @@ class BlockShape:
 
 
 def build_block(shape: BlockShape, weight_NK: Tensor, bias_N: Tensor | None, device: torch.device) -> FusedBlock | str:
-    """The block around copies of its parameters, norm and activation as they are made by default; or why there is none."""
-    norm, activation = _built(shape.norm, shape.site.n), _built(shape.activation, None)
+    """The block around copies of its parameters; or why there is none. What is no BlockNorm is as it is made by default."""
+    norm = _block_norm(shape) if shape.norm == BlockNorm.__name__ else _built(shape.norm, shape.site.n)
+    activation = _built(shape.activation, None)
     for part in (norm, activation):
         if isinstance(part, str):
             return part
@@ -54,11 +57,14 @@ def build_block(shape: BlockShape, weight_NK: Tensor, bias_N: Tensor | None, dev
     return FusedBlock.from_modules(linear, norm, activation).to(device)  # pyrefly: ignore[bad-argument-type]
 
 
+def _block_norm(shape: BlockShape) -> BlockNorm:
+    made = BlockNorm(shape.site.n)
+    return BlockNorm(shape.site.n, shape.norm_block or made.block, shape.norm_eps or made.eps)
+
+
 def _built(kind: str | None, n_features: int | None) -> nn.Module | str | None:
     if kind is None:
         return None
-    if kind == BlockNorm.__name__ and n_features is not None:
-        return BlockNorm(n_features)
     found = getattr(nn, kind, None)
     if found is None:
         return f"{kind}, which follows it, is no class of torch.nn: no fused kernel computes it"

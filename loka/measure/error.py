@@ -38,6 +38,7 @@ FEWEST_SAMPLES, MOST_SAMPLES = 3, 50
 MOST_ROWS = 2048
 CPU_PRODUCTS = 4e9  # multiplications of one sample: a core does about 1e10 a second
 # For the errors of all sites, and for those of one, at least and at most: past it a site's intervals stay as wide as they are.
+# What a site adds to its plain kernels, transforms and a block, has as much again each.
 RUN_BUDGET_S = {"cuda": 60.0, "cpu": 180.0}
 SITE_BUDGET_S = {"cuda": (0.1, 1.0), "cpu": (0.5, 3.0)}
 

@@ -1,7 +1,7 @@
 """One site's lines of the Survey: which options are able, their errors, and the times of their parts."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -70,9 +70,10 @@ def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
     ]
     errors |= measure_errors(site, transformed, bench.dtype, bench.device, bench.budget_s(site))
     timed = [option for option, error in errors.items() if is_worth_timing(option, error, bench.baseline)]
-    times = _product_times(timed, shapes, bench.speeds)
-    candidates = tuple(_candidate(option, error, times.get(option, {})) for option, error in errors.items())
-    casts = _cast_times([option for option in timed if _us(times[option])], errors, shapes, bench.speeds)
+    times, failed = _product_times(timed, shapes, bench)
+    casts, failed_casts = _cast_times([option for option in timed if times[option]], errors, shapes, bench.speeds)
+    failed = {option: why for option in timed for why in _why_its_casts_failed(option, failed_casts)} | failed
+    candidates = tuple(_candidate(option, error, times.get(option, {}), failed.get(option)) for option, error in errors.items())
     bench.speeds.release()
     return _site_survey(site, bench, candidates, casts)
 
@@ -127,24 +128,31 @@ def _refusal(option: Option, shapes: Mapping[int, TimedShape], speeds: Speeds) -
 
 
 def _product_times(
-    options: Sequence[Option], shapes: Mapping[int, TimedShape], speeds: Speeds
-) -> dict[Option, dict[int, float | str]]:
-    """By option and M; an M that the kernel refuses is left out."""
-    times: dict[Option, dict[int, float | str]] = {option: {} for option in options}
+    options: Sequence[Option], shapes: Mapping[int, TimedShape], bench: Bench
+) -> tuple[dict[Option, Times], dict[Option, str]]:
+    """By option and M; an M that the kernel refuses is left out. And the failures: nothing would keep a model from running a
+    kernel where it fails, so that one has no times at all. (The baseline is what the model runs: it keeps those it has.)"""
+    times: dict[Option, Times] = {option: {} for option in options}
+    failed: dict[Option, str] = {}
     for m, shape in shapes.items():
-        able = [option for option in options if speeds.refusal(option, shape) is None]
-        for option, time in speeds.products_us(able, shape).items():
-            times[option][m] = time
-    return times
+        able = [option for option in options if bench.speeds.refusal(option, shape) is None]
+        for option, time in bench.speeds.products_us(able, shape).items():
+            if isinstance(time, str):
+                failed[option] = f"{time} (at {m} rows)"
+            else:
+                times[option][m] = time
+    failed = {option: why for option, why in failed.items() if option.kernel != bench.baseline or not times[option]}
+    return times | {option: {} for option in failed}, failed
 
 
-def _us(times: Mapping[int, float | str]) -> Times:
-    return {m: time for m, time in times.items() if not isinstance(time, str)}
+def _why_its_casts_failed(option: Option, failed: Mapping[tuple[TensorName, Form], str]) -> Iterator[str]:
+    for source, form in zip(SOURCES[option.role], option.forms, strict=True):
+        if why := failed.get((source.tensor, form)):
+            yield f"{why}, its cast of {source.tensor} to {form.key}"
 
 
-def _candidate(option: Option, error: OptionError, times: Mapping[int, float | str]) -> Candidate:
-    failure = next((time for time in times.values() if isinstance(time, str)), None)
-    why_not = error.why_not or (failure if not _us(times) else None)
+def _candidate(option: Option, error: OptionError, times: Times, failure: str | None) -> Candidate:
+    why_not = error.why_not or failure
     estimates = error.estimates()
     if why_not is None and not estimates:
         why_not = "its error is not a number"
@@ -159,28 +167,36 @@ def _candidate(option: Option, error: OptionError, times: Mapping[int, float | s
         saturated=error.saturated,
         silenced=error.silenced,
         forms=tuple(form.key for form in option.forms),
-        gemm_us=_us(times) if why_not is None else {},
+        gemm_us=times if why_not is None else {},
     )
 
 
 def _cast_times(
     options: Sequence[Option], errors: Mapping[Option, OptionError], shapes: Mapping[int, TimedShape], speeds: Speeds
-) -> tuple[CastTime, ...]:
-    """The casts that a choice of these options can ask for: each form, and pairs of forms of two roles that share a tensor."""
+) -> tuple[tuple[CastTime, ...], dict[tuple[TensorName, Form], str]]:
+    """The casts that a choice of these options can ask for: each form, and pairs of forms of two roles that share a tensor. And
+    the failures of single forms. What failed at any M has no times."""
     casts = []
+    failed: dict[tuple[TensorName, Form], str] = {}
     for name in TensorName:
         by_set: dict[tuple[Form, ...], Times] = {}
         in_step: dict[tuple[Form, ...], Times] = {}
+        broken: set[tuple[Form, ...]] = set()
         for m, shape in shapes.items():
             sets = _cast_sets(name, options, errors, shape, speeds)
             for forms, time in speeds.casts_us(name, sets, shape).items():
                 if not isinstance(time, str):
                     by_set.setdefault(forms, {})[m] = time
+                    continue
+                broken.add(forms)
+                if len(forms) == 1:
+                    failed[name, forms[0]] = f"{time} (at {m} rows)"
             if name is TensorName.W and not in_step:  # a weight's casts do not depend on M
                 in_step = {forms: {m: time} for forms, time in speeds.in_step_us(sets, shape).items()}
         for forms, times in by_set.items():
-            casts.append(CastTime(name, tuple(sorted(form.key for form in forms)), times, in_step.get(forms, {})))
-    return tuple(casts)
+            if forms not in broken:
+                casts.append(CastTime(name, tuple(sorted(form.key for form in forms)), times, in_step.get(forms, {})))
+    return tuple(casts), failed
 
 
 def _cast_sets(

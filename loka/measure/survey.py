@@ -168,7 +168,7 @@ def _failed_trials(
     places = {
         trial: (Option(trial.kernel, trial.role), site.k, site.n)
         for site in called
-        for rows in {usual_rows(site), _error_rows(site, device)}
+        for rows in {*row_counts(site), _error_rows(site, device)}
         for trial in _kernel_trials(site, TimedShape.of(site, rows, record.dtype), left, device, speeds)
     }
     trials: list[AnyTrial] = [*dict.fromkeys(blocks), *places]  # blocks in front, for they take longest

@@ -37,6 +37,8 @@ class Follower:
 
     kind: str  # LayerNorm, or layer_norm where it is a function
     module: str | None  # fully qualified name; None for a function, which cannot be swapped
+    block: int | None = None  # of a BlockNorm
+    eps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -251,9 +253,12 @@ def _norm_in_front(graph: Graph, model: nn.Module, call: int) -> str | None:
 
 
 def _follower(model: nn.Module, call: Call) -> Follower:
-    if call.is_module:
-        return Follower(type(model.get_submodule(call.name)).__name__, call.name)
-    return Follower(call.name, None)
+    if not call.is_module:
+        return Follower(call.name, None)
+    module = model.get_submodule(call.name)
+    if isinstance(module, BlockNorm):
+        return Follower(type(module).__name__, call.name, module.block, module.eps)
+    return Follower(type(module).__name__, call.name)
 
 
 def _consumers(graph: Graph, call: int, through: tuple[str, ...] = ()) -> Iterator[Consumer]:

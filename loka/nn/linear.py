@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from loka.core.errors import InvalidInput, require_kind
-from loka.core.gemm import TensorName
+from loka.core.gemm import Role, TensorName
 from loka.core.recipe import Transform
 from loka.kernels.casting import Stepper, cast, rewriter_of
 from loka.kernels.executor import SiteExecutor, SiteKernels
@@ -150,13 +150,13 @@ class LokaLinear(nn.Linear):
         return dict(zip(self._cached_forms, self._cast_weight(), strict=True)), self._vectors(self._shift().get("shift"))
 
     def _held_casts(self) -> tuple[dict[Form, Operand], TransformVectors | None]:
-        shift_N = stored_cast(self, "shift") if self.transform is Transform.CENTER else None
+        shift_N = stored_cast(self, "shift") if self.executor.transform_of(Role.FPROP) is Transform.CENTER else None
         return self._weight_operands(), self._vectors(shift_N)
 
     def _shift(self) -> dict[str, Tensor]:
         """What a centered site adds to its product, made from the weight as it is."""
         features_K = self.transform_vector
-        if features_K is None or self.transform is not Transform.CENTER:
+        if features_K is None or self.executor.transform_of(Role.FPROP) is not Transform.CENTER:
             return {}
         return {"shift": center_shift(self.weight.detach(), features_K)}
 
@@ -285,6 +285,11 @@ def require_input(x: Tensor, weight_NK: Tensor) -> None:
     require_rows(x)
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise InvalidInput(f"expected input of shape (..., {in_features}), got {tuple(x.shape)}")
+    require_alike(x, weight_NK)
+
+
+def require_alike(x: Tensor, weight_NK: Tensor) -> None:
+    """Refuse an input that lies elsewhere than the weight, or, unless there is an autocast, is of another dtype."""
     if x.device != weight_NK.device:
         raise InvalidInput(f"input is on {x.device}, the weight on {weight_NK.device}: move one of them")
     if x.dtype != weight_NK.dtype and not torch.is_autocast_enabled(x.device.type):

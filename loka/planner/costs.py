@@ -8,7 +8,6 @@ bits. An M that was not measured costs what the nearest measured one above it do
 kernel was not, the kernel cannot run: there the site runs, and costs, as in high precision.
 """
 
-import math
 import statistics
 from collections.abc import Iterable
 from functools import cached_property
@@ -30,11 +29,6 @@ def rows_by_measured(calls: Times, measured: Iterable[int]) -> dict[int, float]:
         rows = stand_in(m, measured)
         weights[rows] = weights.get(rows, 0.0) + count
     return weights
-
-
-def times_as_fast(baseline_us: float, time_us: float) -> float:
-    """A small block's time without its cast may come out as 0."""
-    return baseline_us / time_us if time_us else math.inf
 
 
 def median_us(times: Times) -> float:
@@ -91,7 +85,7 @@ class SiteCosts:
     def why_not_timed(self, candidate: Candidate) -> str | None:
         """What is missing to know the candidate's cost, or None."""
         if not candidate.gemm_us:
-            return "its GEMM cannot be timed here"
+            return "its GEMM was not timed: no kernel runs it here, or its error is far over any sensible limit"
         for tensor, form in _reads(candidate):
             is_paid = tensor is not TensorName.W or self.goal is Goal.TRAINING
             if is_paid and self._cast_times(tensor, (form,)) is None:

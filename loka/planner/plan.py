@@ -34,6 +34,8 @@ def make_plan(
     limits = check_limits(goal, max_error, min_speedup)
     if not survey.sites:
         raise InvalidInput("the survey has no site to plan for: probe a model with linear layers, then measure it again")
+    if kernels is not None and not isinstance(kernels, str) and not (kernels := tuple(kernels)):
+        raise InvalidInput("kernels names none to plan from: name some, or leave it out for all that were measured")
     patterns, names = ((given,) if isinstance(given, str) else tuple(given) for given in (keep, kernels or ()))
     kept = kept_sites((site.site for site in survey.sites), patterns)
     surveyed = allowed_alone(survey.sites, names) if names else survey.sites

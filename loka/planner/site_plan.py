@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from loka.core.gemm import Role
-from loka.core.plan import BlockPlan, Choice, FinerForward, Refusal, SitePlan
+from loka.core.plan import BlockPlan, Choice, FinerForward, Refusal, SitePlan, times_as_fast
 from loka.core.survey import GATE, SiteSurvey
-from loka.planner.costs import ROLES, SiteCosts, times_as_fast
+from loka.planner.costs import ROLES, SiteCosts
 from loka.planner.limits import Limits, why_biased
 from loka.planner.options import BlockOption, SiteOption
 from loka.planner.study import Study, finer_forwards

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 from loka.core.gemm import Role
-from loka.core.plan import Goal, Refusal
+from loka.core.plan import Goal, Refusal, times_as_fast
 from loka.core.recipe import Transform
 from loka.core.survey import GATE, Candidate, SiteSurvey
-from loka.planner.costs import ROLES, SiteCosts, times_as_fast
+from loka.planner.costs import ROLES, SiteCosts
 from loka.planner.limits import Limits
 from loka.planner.options import (
     BlockOption,

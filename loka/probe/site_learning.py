@@ -133,6 +133,8 @@ class SiteLearning:
             calls={m: count / samples for m, count in sorted(self._calls.items())},
             norm=block.norm_module,
             norm_kind=block.norm.kind if block.norm else None,
+            norm_block=block.norm.block if block.norm else None,
+            norm_eps=block.norm.eps if block.norm else None,
             activation=block.activation_module,
             activation_kind=block.activation.kind if block.activation else None,
             consumers=tuple(map(str, block.consumers)),

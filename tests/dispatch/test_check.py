@@ -211,6 +211,41 @@ def test_blocks_are_checked_like_any_site(is_compiled: bool, monkeypatch: pytest
     assert [type(layer) for layer in model] == [type(layer) for layer in layers]
 
 
+def chain_whose_end_pays_in_it_alone() -> tuple[nn.Module, Plan]:
+    """By itself the second block takes 110 of 100 µs, behind the first 60."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(24, 256, bias=False), loka.BlockNorm(256), nn.Hardswish(),
+        nn.Linear(256, 256, bias=False), loka.BlockNorm(256), nn.Hardswish(), nn.Linear(256, 1),
+    )  # fmt: skip
+    blocks = {"0": BlockPlan("triton.block", "1", "2"), "3": BlockPlan("triton.block", "4", "5", True, "0", input_cast_us=50.0)}
+    plan = plan_for(model, blocks)
+    times = {"0": (100.0, 90.0), "3": (100.0, 60.0)}
+    sites = [
+        msgspec.structs.replace(site, baseline_us=times[site.site][0], time_us=times[site.site][1]) if site.block else site
+        for site in plan.sites
+    ]
+    return model, Plan(msgspec.structs.replace(plan.document, sites=tuple(sites), min_speedup=1.05))
+
+
+def test_a_block_is_tried_by_itself_though_it_would_not_pay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model, plan = chain_whose_end_pays_in_it_alone()
+    options = {"loss": lambda m, x: 1 + m(x).square().mean(), "max_loss_change": 1e-9, "min_speedup": 0.0, "repeats": 1}
+    alone = loka.check_plan(model, plan, BATCHES, **options).alone
+    assert alone.keys() == {"0", "3"}
+    assert all(change.whole != 0 for change in alone.values())
+
+
+def test_a_block_that_goes_with_the_one_in_front_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model, plan = chain_whose_end_pays_in_it_alone()
+    options = {"loss": lambda m, x: 1 + m(x).square().mean(), "max_loss_change": 1.0, "min_speedup": 1e9, "repeats": 1}
+    checked = loka.check_plan(model, plan, BATCHES, **options)
+    assert [one.gave_back for one in checked.rounds] == [("0", "3"), ()]
+    assert "given back: 3: 0.909× the compiled high-precision block, without 0 in front, under 1.05×" in str(checked)
+
+
 def test_rounds_do_not_change_what_the_next_one_reads() -> None:
     """A pass in training moves the statistics of a BatchNorm: an empty plan at the end of many rounds changes nothing."""
     torch.manual_seed(0)

@@ -307,6 +307,20 @@ def test_it_is_for_serving_and_for_good() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("drop", [False, True])
+def test_an_input_of_another_dtype_is_refused_as_before_it_was_frozen(drop: bool) -> None:
+    model = tower()
+    loka.apply_plan(model, plan_for(model, MIXED))
+    loka.freeze(model, drop_high_precision=drop)
+    with pytest.raises(
+        InvalidInput, match=r"input is torch.bfloat16, the weight torch.float32: cast one of them, or run under"
+    ):
+        model(batch().bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(batch()).isfinite().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_frozen_model_runs_by_the_weights_it_has(when: str) -> None:
     """Written before by whoever says nothing of it, or loaded into the weights that were kept beside their casts."""

@@ -108,10 +108,17 @@ def test_kernels_that_are_missing_fall_back_only_when_asked() -> None:
     assert runs == {"bottom": "torch.fp32", "top.0": "torch.fp32", "top.2": "reference.int8_rowwise", "head": "torch.fp32"}
 
 
-def test_a_fused_block_needs_its_kernels() -> None:
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        ("triton.block", r"0 triton\.block cannot run here: "),
+        ("another.block", "0 is planned on another.block, and the one fused"),
+    ],
+)
+def test_a_fused_block_needs_its_kernels(kernel: str, why: str) -> None:
     model = nn.Sequential(nn.Linear(24, 32), loka.BlockNorm(32), nn.Hardswish(), nn.Linear(32, 1))
-    plan = plan_for(model, {"0": BlockPlan("triton.block", "1", "2")})
-    with pytest.raises(KernelUnavailable, match=r"0 triton\.block cannot run here: "):
+    plan = plan_for(model, {"0": BlockPlan(kernel, "1", "2")})
+    with pytest.raises(KernelUnavailable, match=why):
         loka.apply_plan(model, plan)
     assert type(model[1]) is loka.BlockNorm
 

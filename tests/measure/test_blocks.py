@@ -10,7 +10,9 @@ import torch
 from emulated_block import emulate
 from live_bytes import LiveBytes
 from stand_in_records import record_of, site_record
+from torch import nn
 
+import loka
 from loka.core.gemm import Role
 from loka.core.recipe import Format
 from loka.core.survey import BlockCandidate
@@ -19,6 +21,7 @@ from loka.measure.block import Blocks, _Exact, block_shape
 from loka.measure.block_parts import build_block
 from loka.measure.survey import measure
 from loka.measure.timing import Timing
+from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock
 from loka.numerics import metrics
 
@@ -70,6 +73,24 @@ def test_numbers_of_a_block_that_runs_by_reference(behind: dict[str, str], monke
     assert set(first.error) == {Role.FPROP, Role.WGRAD}
     assert calls  # another training step
     assert [gradient.shape for gradient in calls["training"](0)] == [(96, 64), (96,)]
+
+
+def test_a_block_is_measured_with_the_settings_of_its_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 96), BlockNorm(96, block=32, eps=0.5), nn.Hardswish(), nn.Linear(96, 1))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(16, 24)).sum().backward()
+    site = probe.record().sites["0"]
+    block = build_block(block_shape(site, 16, Format.FP32), site.weight_NK, site.bias_N, torch.device("cpu"))
+    assert isinstance(block, FusedBlock)
+    x = torch.randn(16, 24)
+    assert torch.equal(block.reference(x), model[:3](x))
+    assert site.alone().norm_block is None
+    by_default = block_shape(dataclasses.replace(site, norm_block=None, norm_eps=None), 16, Format.FP32)  # an older Record's
+    older = build_block(by_default, site.weight_NK, site.bias_N, torch.device("cpu"))
+    assert isinstance(older, FusedBlock)
+    assert (older.norm.block, older.norm.eps) == (256, 1e-5)
 
 
 def test_a_layer_with_nothing_behind_it_may_end_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,13 @@ import torch
 from stand_in_records import record_of, site_record
 
 from loka.core.errors import InvalidInput
-from loka.core.gemm import Role
+from loka.core.gemm import Role, TensorName
 from loka.core.progress import Silent
+from loka.core.recipe import Format
 from loka.core.site_record import SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.core.survey import Candidate, SiteSurvey, Survey
+from loka.kernels.operand import Form
 from loka.measure.partial import Partial
 from loka.measure.parts import Option, SiteParts
 from loka.measure.site_survey import Bench, survey_site
@@ -167,27 +169,53 @@ def test_a_product_that_fails_only_when_it_is_timed_costs_no_other(monkeypatch: 
     site = site_record("a", normal_weight(32, 32), has_bias=True, trains=False)
     (surveyed,) = measure(record_of(site), kernels=["torch.bf16"]).sites
     failed, fine = candidate(surveyed, "torch.bf16", Role.FPROP), candidate(surveyed, "torch.fp32", Role.FPROP)
-    assert failed.why_not == "failed: RuntimeError: too many resources requested for launch"
+    assert failed.why_not == "failed: RuntimeError: too many resources requested for launch (at 128 rows)"
     assert fine.gemm_us
     assert not failed.error
 
 
 @pytest.mark.usefixtures("without_trials")
-def test_a_product_that_fails_at_some_rows_is_timed_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", ["torch.bf16", "torch.fp32"])
+def test_a_kernel_that_fails_at_some_rows_is_refused_and_the_baseline_timed_at_the_others(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model would run it at those rows too."""
     multiply = SiteParts.multiply
 
     def fails_at_many_rows(self: SiteParts, option: Option, turn: int = 0, **options: bool) -> torch.Tensor:
-        if option.kernel == "torch.bf16" and self.tensors.x.shape[0] > 64:
-            raise RuntimeError("out of memory")
+        if option.kernel == broken and self.tensors.x.shape[0] > 64:
+            raise RuntimeError("too many rows")
         return multiply(self, option, turn, **options)
 
     monkeypatch.setattr(SiteParts, "multiply", fails_at_many_rows)
     site = site_record("a", normal_weight(32, 32), calls={64: 9.0, 128: 1.0}, trains=False)
     (surveyed,) = measure(record_of(site), kernels=["torch.bf16"]).sites
-    partly = candidate(surveyed, "torch.bf16", Role.FPROP)
-    assert (partly.why_not, list(partly.gemm_us)) == (None, [64])
-    assert partly.error
-    assert list(candidate(surveyed, "torch.fp32", Role.FPROP).gemm_us) == [64, 128]
+    other, baseline = (candidate(surveyed, kernel, Role.FPROP) for kernel in ("torch.bf16", "torch.fp32"))
+    if broken == "torch.bf16":
+        assert (other.why_not, other.gemm_us) == ("failed: RuntimeError: too many rows (at 128 rows)", {})
+        assert not other.error
+        assert (baseline.why_not, list(baseline.gemm_us)) == (None, [64, 128])
+    else:
+        assert (baseline.why_not, list(baseline.gemm_us)) == (None, [64])
+        assert (other.why_not, list(other.gemm_us)) == (None, [64, 128])
+
+
+@pytest.mark.usefixtures("without_trials")
+def test_a_kernel_whose_cast_fails_at_some_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = SiteParts.cast
+
+    def fails_at_many_rows(self: SiteParts, name: TensorName, forms: tuple[Form, ...], turn: int = 0) -> object:
+        if name is TensorName.X and forms[0].spec.format is Format.INT8 and self.tensors.x.shape[0] > 64:
+            raise RuntimeError("too many rows")
+        return cast(self, name, forms, turn)
+
+    monkeypatch.setattr(SiteParts, "cast", fails_at_many_rows)
+    site = site_record("a", normal_weight(32, 32), calls={64: 9.0, 128: 1.0}, trains=False)
+    (surveyed,) = measure(record_of(site), kernels=["onednn.int8"]).sites
+    own = candidate(surveyed, "onednn.int8", Role.FPROP)
+    assert own.why_not == f"failed: RuntimeError: too many rows (at 128 rows), its cast of x to {own.forms[0]}"
+    assert (own.error, own.gemm_us) == ({}, {})
+    assert not [read for read in surveyed.casts if read.forms == own.forms[:1] and read.tensor is TensorName.X]
 
 
 def test_all_kernels_that_broke_the_process_are_remembered(tmp_path: Path) -> None:

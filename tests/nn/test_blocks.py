@@ -390,7 +390,7 @@ def test_a_norm_in_front_is_the_sites_where_nothing_else_has_it(with_example: bo
     assert entries.pop("plain") == Entry("norms.alone", 256)
     assert entries.pop("wide") == Entry("flattened", 4)
     assert set(entries.values()) == {None}
-    assert found.of("layers.front").norm == Follower("BlockNorm", "norms.behind")
+    assert found.of("layers.front").norm == Follower("BlockNorm", "norms.behind", 256, 1e-5)
 
 
 class Products(nn.Module):

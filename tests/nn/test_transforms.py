@@ -186,6 +186,19 @@ class TestTheVectorAndTheWeight:
     def test_is_no_part_of_the_checkpoint(self) -> None:
         assert list(self.module().state_dict()) == ["weight"]
 
+    def test_a_shift_is_held_where_fprop_is_centered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[Tensor] = []
+        monkeypatch.setattr(
+            "loka.nn.linear.center_shift", lambda weight_NK, mean_K: made.append(weight_NK) or weight_NK @ mean_K
+        )
+        for fprop, n_made in (("reference.rowwise", 2), ("torch.fp32", 0)):
+            kernels = SiteKernels(fprop, "reference.rowwise", "reference.rowwise")
+            module = loka.LokaLinear.from_linear(linear_of(self.site), kernels, self.site.transform, self.site.vector_K)
+            module.recast_after_step()
+            assert len(made) == n_made
+            made.clear()
+            assert relative_rms(outputs(module, self.site)[Role.WGRAD], exact(self.site)[Role.WGRAD]) < 0.045
+
     def test_the_shift_follows_the_weight(self) -> None:
         module = self.module()
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)

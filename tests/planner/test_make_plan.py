@@ -259,6 +259,10 @@ class TestKernelsToPlanFrom:
         (planned,) = loka.make_plan(self.two, goal="serving", kernels=[BASELINE]).sites
         assert not planned.is_low_precision
 
+    def test_none_at_all_are_refused(self) -> None:
+        with pytest.raises(InvalidInput, match="kernels names none to plan from: name some, or leave it out for all"):
+            loka.make_plan(self.two, kernels=[])
+
     def test_blocks_are_kernels_too(self) -> None:
         errors = {role: error(0.1) for role in Role}
         times = {"forward_us": {M: 1.0}, "baseline_forward_us": {M: 200.0}, "input_cast_us": {M: 0.0}}
