@@ -1,10 +1,12 @@
 """The Guard: watches a planned model while it trains, and takes a site back when its data has drifted too far."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import AppliedPlan, applied_to, required_applied
 from loka.nn.fused_block import FusedBlock
 from loka.nn.linear import has_rows, input_of
-from loka.nn.passing_hook import PassingHook
+from loka.nn.passing_hook import PassingHook, on_gradient
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import unwrapped
 from loka.nn.weight_casts import has_own_weight
@@ -91,7 +93,7 @@ class Guard:
         self.steps_seen = 0
         self.events: list[GuardEvent] = []
         self._applied = applied
-        self._doubtful: set[tuple[str, Role]] = set()  # whose values were no numbers at the last check
+        self._doubtful: dict[tuple[str, Role], int] = {}  # whose values were no numbers, and in which step
         self._generator = torch.Generator(device_of_sites(self._model))  # the user's own stays untouched
         self._sites = {site: _Watched.of(applied, site, record, rows) for site in applied.sites if _is_watched(applied, site)}
 
@@ -117,14 +119,17 @@ class Guard:
             for rows in _to_judge(calls):
                 for role, error in self._sites[site].errors(rows.x_RK, rows.dy_RN).items():
                     errors[site, role] = torch.maximum(error, errors.get((site, role), error))  # NaN stays
+        doubted = self._doubtful
+        # Of a site that was not called, as where domains take turns, the next of its calls decides, if it comes soon.
+        waiting = {place: step for place, step in doubted.items() if place not in errors}
+        self._doubtful = {place: step for place, step in waiting.items() if self.steps_seen - step < self.every}
         if not errors:
             return
         values = torch.stack(list(errors.values())).tolist()  # the one wait
         worst: dict[str, tuple[float, Role, float]] = {}
-        doubted, self._doubtful = self._doubtful, set()
         for (site, role), error in zip(errors, values, strict=True):
             if math.isnan(error) and (site, role) not in doubted:
-                self._doubtful.add((site, role))
+                self._doubtful[site, role] = self.steps_seen
                 continue
             excess = math.inf if math.isnan(error) else error / self.bounds[role]
             if excess > worst.get(site, (1.0,))[0]:
@@ -147,6 +152,16 @@ class Guard:
             give_back(self._model, event.site, f"given back by the Guard at step {event.step}, before the run was resumed")
             self._follow_swaps()
             self.events.append(event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a Guard of the same plan goes on from when training is resumed: plain numbers and text, for a checkpoint."""
+        events = [{**dataclasses.asdict(event), "role": str(event.role)} for event in self.events]
+        return {"steps_seen": self.steps_seen, "events": events}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """``resume`` from what ``state_dict`` gave."""
+        events = [GuardEvent(**event) for event in state_dict["events"]]
+        self.resume(state_dict["steps_seen"], [dataclasses.replace(event, role=Role(event.role)) for event in events])
 
     def _give_back(self, site: str, role: Role, error: float) -> None:
         recorded = self._sites[site].recorded.get(role, math.nan)
@@ -239,7 +254,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
                 now.x_RK, now.dy_RN = x_MK[among].float(), dy_MN[among].float()
 
             if output.requires_grad:
-                output.register_hook(see_gradient)
+                on_gradient(output, see_gradient)
 
         return sites[site].module.register_forward_hook(PassingHook(hook), with_kwargs=True)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from loka.nn.linear import has_rows
-from loka.nn.passing_hook import PassingHook
+from loka.nn.passing_hook import PassingHook, on_gradient
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Arguments
 from loka.numerics.wgrad_errors import feature_stride, some_of_gradient
@@ -188,7 +188,7 @@ def _site_hook(seen: Watch, name: str, take: "_Take", features: int) -> Any:
         if seen.running is not None:
             seen.running.called.add(name)
         if y.requires_grad:
-            y.register_hook(lambda dy: _note_gradient(seen.calls[name], call, take.rows(dy), take.closely(dy, features)))
+            on_gradient(y, lambda dy: _note_gradient(seen.calls[name], call, take.rows(dy), take.closely(dy, features)))
 
     return hook
 

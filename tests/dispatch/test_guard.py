@@ -3,7 +3,10 @@
 import dataclasses
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -385,6 +388,66 @@ def test_calls_inside_of_a_vmap_are_not_looked_at() -> None:
     with guard.step(), torch.no_grad():
         torch.vmap(model)(torch.stack([batch(8, seed) for seed in range(3)]))
     assert guard.events == []
+
+
+def test_gradients_of_outputs_that_are_written_in_place_are_guarded() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(inplace=True), nn.Linear(32, 1))
+    x = torch.randn(16, 3, 24)
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(x).square().mean().backward()
+    loka.apply_plan(model, plan_for(model, {"0": INT8}))
+    guard = loka.Guard(model, probe.record(), every=1, max_error={Role.WGRAD: 1e-9, Role.FPROP: 1e9, Role.DGRAD: 1e9})
+    with guard.step():
+        model(x).square().mean().backward()
+    assert [(event.site, event.role) for event in guard.events] == [("0", Role.WGRAD)]
+
+
+def test_a_site_that_is_called_in_turns_with_another_is_given_back_too() -> None:
+    """Its NaN is decided by its own next call; and a doubt that no call follows is dropped after as many steps."""
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(24, 32), nn.Linear(24, 32)
+
+        def forward(self, x: Tensor, turn: str = "a") -> Tensor:
+            return getattr(self, turn)(x)
+
+    torch.manual_seed(0)
+    model, bad = Turns(), torch.full((40, 24), torch.nan)
+    probe = loka.Probe(model, every=1)
+    for turn in "ab":
+        with probe.step():
+            model(batch(), turn).square().mean().backward()
+    loka.apply_plan(model, plan_for(model, dict.fromkeys("ab", INT8)))
+    guard = loka.Guard(model, probe.record(), every=5)
+    for x, turn in ((bad, "a"), (batch(), "b"), (bad, "a")):
+        with guard.step():
+            model(x, turn).square().mean().backward()
+    assert [event.site for event in guard.events] == ["a"]
+    guard.resume(5, ())
+    for turn, is_doubted in (("b", True), *(("a", step < 4) for step in range(5))):
+        with guard.step():
+            model(bad if turn == "b" else batch(), turn).square().mean().backward()
+        assert bool(guard._doubtful) is is_doubted
+    assert [event.site for event in guard.events] == ["a"]
+
+
+def test_what_a_guard_found_is_loaded_by_a_process_that_knows_it_not(tmp_path: Path) -> None:
+    """It is loaded with weights_only, before the Guard is made."""
+    model, guard = guarded(max_error=1e-9, every=1)
+    with guard.step():
+        train_step(model, batch())
+    assert guard.events
+    torch.save({"guard": guard.state_dict()}, tmp_path / "checkpoint.pt")
+    script = f"import torch, loka; print(torch.load({str(tmp_path / 'checkpoint.pt')!r})['guard']['steps_seen'])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    _, again = guarded(max_error=1e-9, every=1)
+    again.load_state_dict(torch.load(tmp_path / "checkpoint.pt")["guard"])
+    assert (again.steps_seen, again.events) == (1, guard.events)
 
 
 def test_a_resumed_guard_counts_on() -> None:

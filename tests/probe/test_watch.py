@@ -93,3 +93,37 @@ def test_the_gradient_of_a_weight_of_another_layout_is_not_looked_at() -> None:
     assert seen.calls[""][0].dy_RN is not None
     assert not seen.dw_NK
     assert not seen.dw_JI
+
+
+class Writing(nn.Module):
+    """Rows in two axes, whose layers' outputs are written in place."""
+
+    def __init__(self, is_in_place: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.act = nn.Linear(6, 8), nn.Linear(8, 6), nn.ReLU(inplace=is_in_place)
+        self.is_in_place = is_in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.act(self.up(x)))
+        return y.add_(x) if self.is_in_place else y + x
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_gradients_arrive_where_outputs_are_written_in_place(is_autocast: bool) -> None:
+    """A layer's output for rows in several axes is a view, which loses its gradient when it is written."""
+    x, seen = torch.randn(5, 7, 6), []
+    for is_in_place in (False, True):
+        model = Writing(is_in_place)
+        sites = {"up": model.up, "down": model.down}
+        with (
+            watch(model, sites, 9, torch.Generator().manual_seed(1), closely={"up": 4}) as of_step,
+            torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
+        ):
+            model(x).square().sum().backward()
+        seen.append(of_step)
+    for site in ("up", "down"):
+        (plain,), (written,) = (of_step.calls[site] for of_step in seen)
+        assert plain.dy_RN is not None
+        assert torch.equal(written.dy_RN, plain.dy_RN)
+        assert (written.dy_close is None) == (site == "down")
