@@ -23,6 +23,7 @@ from loka.dispatch.swap import (
     forget,
     put_back,
     put_in,
+    refuse_applied_parts,
     refuse_frozen,
     remember,
     require_replaceable,
@@ -52,6 +53,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, on_missing: OnMissing = "error",
     refuse_frozen(model)
     if applied_to(model) is not None:
         raise InvalidInput("a plan is applied to this model already: loka.restore(model) first, then apply the other")
+    refuse_applied_parts(model)
     refuse_sharded(model)
     refuse_other_model(linear_sites(model), plan)
     differences = environment_differences(model, plan)

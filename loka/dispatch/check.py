@@ -6,7 +6,7 @@ Errors of sites add and cancel, and what wins at one site need not win in a mode
 import math
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +23,7 @@ from loka.dispatch.apply import OnMissing, apply_plan, restore
 from loka.dispatch.give_back import too_costly, too_slow
 from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
 from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
-from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in
+from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, refuse_applied_parts
 from loka.nn.adamw import is_cast_in_step
 from loka.nn.fast_path import without_fast_path
 from loka.nn.kept_state import left_as_it_was, random_state_kept
@@ -116,6 +116,11 @@ def check_plan(
     require_kind(plan, Plan, "the plan", "load it with loka.Plan.load(run)")
     if applied_to(model) is not None:
         raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
+    refuse_applied_parts(model)
+    if isinstance(batches, Mapping | Tensor | str):
+        raise InvalidInput(
+            f"batches must be several, in a list or a loader, got one {type(batches).__name__}: put it into a list"
+        )
     held_out = list(batches)
     if not held_out:
         raise InvalidInput("there is nothing to check on: give at least one held-out batch")
@@ -124,6 +129,8 @@ def check_plan(
     for name, value in (("max_loss_change", max_loss_change), ("min_speedup", min_speedup)):
         if value is not None and math.isnan(value):
             raise InvalidInput(f"{name} must be a number, got {value}")
+    if max_loss_change is not None and max_loss_change < 0:
+        raise InvalidInput(f"max_loss_change must be at least 0, got {max_loss_change}")
     is_training = plan.document.goal is Goal.TRAINING
     if is_training and torch.is_inference_mode_enabled():
         raise InvalidInput("a training plan is checked by gradients: call check_plan outside of torch.inference_mode()")
@@ -198,6 +205,7 @@ class _Trial:
         """The plan as it will run: its loss; if that is good, its gradients; if they are too, its time. A compiled model runs
         compiled for the latter two."""
         with self._running(plan) as applied:
+            self._require_called(applied)
             change = self._change(applied, high)
             if applied.sites and not change.harm <= max_loss_change:
                 return Round(len(applied.sites), change, None, None)
@@ -205,6 +213,24 @@ class _Trial:
             if gradients is not None and gradients.error > MAX_GRADIENT_CHANGE:
                 return Round(len(applied.sites), change, gradients, None)
             return Round(len(applied.sites), change, gradients, self._speedup(applied))
+
+    def _require_called(self, applied: AppliedPlan) -> None:
+        """Or a loss that runs another model would pass everything."""
+        called: list[str] = []
+        handles = [applied.module(site).register_forward_pre_hook(lambda *_: called.append("")) for site in applied.sites]
+        try:
+            for batch in self.batches:
+                if not handles or called:
+                    return
+                losses(self.model, [batch], self.loss)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if handles and not called:
+            raise InvalidInput(
+                "loss(model, batch) called no planned layer on any of the batches: it must run the model that it is given, on "
+                "batches that reach what is planned"
+            )
 
     def _gradients(self, applied: AppliedPlan) -> GradientChange:
         """How far they are from high precision's in the model as it trains: compiled if it is, with the same random numbers."""

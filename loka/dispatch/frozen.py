@@ -1,5 +1,6 @@
 """Planned sites and fused blocks for serving: what their forward reads, and nothing that only training needs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class Frozen(nn.Module):
         unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:
+        if not self.has_weight and f"{prefix}codes" not in state_dict and f"{prefix}weight" in state_dict:
+            state_dict = self._with_codes(state_dict, prefix, error_msgs)
         codes = state_dict.get(f"{prefix}codes")
         if codes is not None and codes.dtype != self.codes.dtype:  # they would be taken for values
             error_msgs.append(f"{prefix}codes are {codes.dtype}, and by this model's plan {self.codes.dtype}")
@@ -98,6 +101,17 @@ class Frozen(nn.Module):
         others = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, *others)
 
+    @torch.no_grad()
+    def _with_codes(self, state_dict: Mapping[str, Tensor], prefix: str, error_msgs: list[str]) -> dict[str, Tensor]:
+        """What a model in high precision has saved, with this layer's codes in its weight's place."""
+        entries, held = dict(state_dict), dict(self._buffers)
+        weight_NK = entries.pop(f"{prefix}weight")
+        if weight_NK.shape == self.weight.shape:
+            held |= self._casts(weight_NK.detach().to(self.weight.device, self.weight.dtype))
+        else:
+            error_msgs.append(f"{prefix}weight is {tuple(weight_NK.shape)}, and this model's {tuple(self.weight.shape)}")
+        return entries | {f"{prefix}{name}": tensor for name, tensor in held.items() if tensor is not None}
+
     def _recast_after_load(self, incompatible_keys: Any) -> None:
         """A checkpoint was loaded, into the weight if that was kept beside its codes."""
         if self.has_weight:
@@ -106,8 +120,12 @@ class Frozen(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh_weight_casts(self) -> None:
-        """Cast the weight again, which must have been kept: in place where codes lie on its device."""
-        assert self.has_weight
+        """Cast the weight again, if it was kept: in place where codes lie on its device. If it was not, the codes may have been
+        written, and whoever has packed them shall see that."""
+        if not self.has_weight:
+            if not self.codes.is_inference():
+                torch.autograd.graph.increment_version(self.codes)
+            return
         self._is_stale = not is_format(self.weight.dtype)
         if not self._is_stale:
             for name, made in self._casts(self.weight.detach()).items():

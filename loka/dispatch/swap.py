@@ -84,6 +84,13 @@ def required_applied(model: nn.Module) -> AppliedPlan:
     raise InvalidInput("no plan is applied to this model: loka.apply_plan(model, plan) does that")
 
 
+def refuse_applied_parts(model: nn.Module) -> None:
+    """A layer that a plan has replaced in a part of the model would be taken for the model's own, in high precision."""
+    parts = [name for name, module in unwrapped(model).named_modules() if name and _REMEMBERED in vars(module)]
+    if parts:
+        raise InvalidInput(f"a plan is applied to a part of this model, {', '.join(parts)}: loka.restore that part first")
+
+
 def require_replaceable(model: nn.Module, applied: AppliedPlan, sites: Iterable[str]) -> None:
     """Raise where a user has put on a stand-in what would be lost (pruning, a parametrization, a buffer, a module), or where
     the stand-in would go on running: by a forward put on it, or because it is held by another way than its name."""

@@ -89,13 +89,13 @@ def leave_as_it_is(module: nn.Module) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Cast all weights of ``model`` again: for those changed by other means than ``torch.optim`` or ``load_state_dict``."""
-    casting = [module for module in model.modules() if callable(getattr(module, "refresh_weight_casts", None))]
-    having = [module for module in casting if getattr(module, "has_weight", True)]  # one that was frozen may have none
-    if casting and not having:
-        raise InvalidInput("this model was frozen without its high-precision weights: there is nothing to cast again")
-    for module in having:
-        module.refresh_weight_casts()  # pyrefly: ignore[not-callable]
+    """Cast all weights of ``model`` again: for those changed by other means than ``torch.optim`` or ``load_state_dict``.
+
+    Where a frozen model holds codes in their place, what kernels have packed of those is packed again.
+    """
+    for module in model.modules():
+        if callable(recast := getattr(module, "refresh_weight_casts", None)):
+            recast()
 
 
 def holders_behind_steps(model: nn.Module, *, in_step: Callable[[Tensor], bool]) -> list[HoldsWeightCasts]:

@@ -228,6 +228,40 @@ def chain_whose_end_pays_in_it_alone() -> tuple[nn.Module, Plan]:
     return model, Plan(msgspec.structs.replace(plan.document, sites=tuple(sites), min_speedup=1.05))
 
 
+def test_a_loss_that_runs_another_model_is_refused() -> None:
+    """Nothing that a plan does would show in it."""
+    other = tower()
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+
+    def of_the_other(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(other, x) + 0 * sum(parameter.sum() for parameter in model.parameters())
+
+    with pytest.raises(InvalidInput, match=r"loss\(model, batch\) called no planned layer on any of the batches"):
+        loka.check_plan(tower(), plan, BATCHES, loss=of_the_other, repeats=1)
+
+
+@pytest.mark.parametrize("one", [BATCHES[0], {"x": BATCHES[0]}, "batches.pt"])
+def test_one_batch_that_is_no_list_of_them_is_refused(one: Any) -> None:
+    with pytest.raises(InvalidInput, match="batches must be several, in a list or a loader, got one"):
+        loka.check_plan(tower(), plan_for(tower(), {}), one, loss=loss)
+    with pytest.raises(InvalidInput, match="max_loss_change must be at least 0, got -1"):
+        loka.check_plan(tower(), plan_for(tower(), {}), BATCHES, loss=loss, max_loss_change=-1.0)
+
+
+def test_a_model_a_part_of_which_is_planned_is_refused() -> None:
+    """It would be taken for high precision."""
+    model = tower()
+    loka.apply_plan(model.top, plan_for(model.top, {"0": ROWWISE}))
+    for call in (
+        lambda: loka.check_plan(model, plan_for(tower(), {}), BATCHES, loss=loss),
+        lambda: loka.apply_plan(model, plan_for(tower(), {"bottom": ROWWISE}), on_missing="high_precision"),
+    ):
+        with pytest.raises(InvalidInput, match=r"applied to a part of this model, top: loka\.restore that part first"):
+            call()
+    loka.restore(model.top)
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
+
+
 def test_a_block_is_tried_by_itself_though_it_would_not_pay_so(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     model, plan = chain_whose_end_pays_in_it_alone()
@@ -279,7 +313,7 @@ def test_a_compiled_model_may_be_compiled_again_as_often_as_it_takes() -> None:
             plan,
             BATCHES,
             loss=lambda m, x: (m(x) + 5).square().mean(),
-            max_loss_change=-1.0,
+            max_loss_change=0.0,
             min_speedup=0,
             repeats=1,
         )

@@ -83,9 +83,48 @@ def test_weights_that_were_kept_are_refreshed_beside_those_that_were_dropped() -
     assert torch.equal(model(x), negative(x))
 
 
-def test_where_all_were_dropped_there_is_nothing_to_refresh() -> None:
-    with pytest.raises(InvalidInput, match="there is nothing to cast again"):
-        loka.refresh(frozen(tower(), "onednn.int8", drop=True))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_codes_written_past_autograd_are_packed_again_by_a_refresh(kernel: str) -> None:
+    """As another process writes them, where they lie in shared memory: their versions do not move."""
+    model, newer, x = frozen(tower(), kernel, drop=True), frozen(tower(1), kernel, drop=True), batch(17)
+    with torch.no_grad():
+        model(x)
+        for mine, theirs in zip(model.state_dict().values(), newer.state_dict().values(), strict=True):
+            mine.data.copy_(theirs)
+        loka.refresh(model)
+        assert torch.equal(model(x), newer(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_codes_are_made_of_the_weights_that_training_saved(kernel: str, assign: bool) -> None:
+    model, newer, x = frozen(tower(), kernel, drop=True), frozen(tower(1), kernel, drop=True), batch(17)
+    model.load_state_dict(tower(1).state_dict(), assign=assign)
+    with torch.no_grad():
+        assert torch.equal(model(x), newer(x))
+    for mine, theirs in zip(model.state_dict().values(), newer.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+    wider = tower(1).state_dict()
+    wider["top.2.weight"] = torch.randn(32, 49)
+    with pytest.raises(RuntimeError, match=r"top\.2\.weight is \(32, 49\), and this model's \(32, 48\)"):
+        model.load_state_dict(wider)
+
+
+@pytest.mark.parametrize("transform", ["center", "rescale"])
+def test_a_transforms_vector_stays_where_weights_are_loaded(transform: str) -> None:
+    vectors = {f"bottom/{transform}": torch.full((24,), 2.0)}
+    kernels = {"bottom": SiteKernels.same("reference.int8_rowwise")}
+
+    def served(seed: int) -> nn.Module:
+        model = tower(seed)
+        loka.apply_plan(model, plan_for(model, kernels, goal=Goal.SERVING, vectors=vectors))
+        loka.freeze(model, drop_high_precision=True)
+        return model
+
+    model, x = served(0), batch(17)
+    model.load_state_dict(tower(1).state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(x), served(1)(x))
 
 
 def test_weights_loaded_in_float64_are_cast_when_they_have_a_format_again() -> None:

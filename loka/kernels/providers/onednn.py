@@ -169,7 +169,7 @@ def _extremes_of_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _extremes(x: Tensor) -> tuple[Tensor, Tensor] | None:
     """The lowest and the highest of all values. aminmax reads them once; by rows it would take five times as long."""
-    if not isinstance(x.shape[0], torch.SymInt):
+    if not (isinstance(x.shape[0], torch.SymInt) or torch.compiler.is_exporting()):
         return None if x.numel() == 0 else torch.aminmax(x)
     zero = x.new_zeros(1)  # changes no scale, and is there when an exported program is given no rows
     return (torch.cat([x.amin(1), zero]).amin(), torch.cat([x.amax(1), zero]).amax()) if x.shape[1] else None
