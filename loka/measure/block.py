@@ -26,7 +26,7 @@ from loka.core.survey import BLOCK_KERNEL, BlockCandidate, Times
 from loka.kernels.providers.torch_casts import room_to_compile
 from loka.kernels.triton.share import has_powers
 from loka.measure.block_parts import BlockShape, autocast_for, block_calls, build_block
-from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, require_device, until_known, usual_rows
+from loka.measure.error import LOST_SAMPLES, OptionError, draw_tensors, is_zero, require_device, until_known, usual_rows
 from loka.measure.failure import is_of_memory, told
 from loka.measure.timing import BUDGET_S, copies_past_cache, time_together, whole_rotations
 from loka.nn.block_reference import block_epilogue
@@ -82,6 +82,9 @@ class Blocks:
                 got = _outputs(block, block.weight, tensors.x, tensors.dy)
             expected = exact.outputs(tensors.x, tensors.dy)
             for role, error in errors.items():
+                if is_zero(role, tensors):
+                    error.zeros += 1
+                    continue
                 error.samples.add(measure_error(got[role], expected[role], role))
             del got, expected  # a wide layer's gradients: the next sample needs the room
         return errors, misread

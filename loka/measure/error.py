@@ -16,7 +16,7 @@ from torch import Tensor
 
 from loka.core.errors import LokaError
 from loka.core.estimate import Estimate
-from loka.core.gemm import Role, by_frequency
+from loka.core.gemm import SOURCES, Role, TensorName, by_frequency
 from loka.core.recipe import Accumulation, Format, Transform
 from loka.core.site_record import SiteRecord
 from loka.core.survey import GATE, Fault
@@ -67,6 +67,7 @@ class OptionError:
     saturated: float = 0.0
     silenced: float = 0.0
     factors: Factors = field(default_factory=Factors)  # by which the errors of drawn rows are multiplied
+    zeros: int = 0  # samples in which its exact output was 0 throughout: an error relative to that says nothing
 
     def add_lost(self, flushed: float, saturated: float, silenced: float) -> None:
         """Average in what one more sample's casts lost: a scale hangs on the largest value, which not every batch has."""
@@ -77,7 +78,7 @@ class OptionError:
 
     @property
     def is_known(self) -> bool:
-        if self.why_not is not None:
+        if self.why_not is not None or (self.zeros >= FEWEST_SAMPLES and not len(self.samples)):
             return True
         return len(self.samples) >= FEWEST_SAMPLES and all(
             self.samples.tight(metric, TIGHT) or self.samples.estimate(metric).high < HARMLESS for metric in WATCHED
@@ -121,11 +122,23 @@ def measure_errors(
         for role in {option.role for option in unknown} & {*corrections}:
             corrections[role].add(tensors)
         for option in unknown:
+            if option.is_8bit and is_zero(option.role, tensors):
+                errors[option].zeros += 1
+                continue
             _add_sample(errors[option], option, parts, oracle if index < LOST_SAMPLES else None)
     for option, error in errors.items():
+        if error.zeros and not len(error.samples) and error.why_not is None:
+            error.why_not = f"{option.role} gave nothing but zeros while the Probe looked: probe more steps"
         if option.role in corrections and option.transform is Transform.NONE:
             error.factors = corrections[option.role].factors(option.recipe, len(error.samples))
     return errors
+
+
+def is_zero(role: Role, tensors: SiteTensors) -> bool:
+    """Whether the product of ``role`` is 0 throughout, as gradients behind a layer that starts at 0 are."""
+    named = {TensorName.X: tensors.x, TensorName.DY: tensors.dy, TensorName.W: tensors.weights[0]}
+    read = [named[source.tensor] for source in SOURCES[role]]
+    return any(tensor is not None and not bool(tensor.any()) for tensor in read)
 
 
 def corrections_of(site: SiteRecord) -> dict[Role, Correction]:

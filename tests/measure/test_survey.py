@@ -461,3 +461,21 @@ def test_of_casts_that_must_be_compiled_those_are_timed_that_no_others_match(mon
     assert timed(tensorwise=0.08, rowwise=0.08) == {"tensorwise", "rowwise"}
     assert timed(tensorwise=0.08, rowwise=0.09, static=0.07) == {"static"}
     assert timed(tensorwise=0.08, rowwise=0.06, static=0.07) == {"rowwise", "static"}
+
+
+@pytest.mark.usefixtures("without_trials")
+def test_a_gradient_of_zeros_is_no_error_of_zero() -> None:
+    """As behind a layer that starts at 0: what 8 bits do to it nobody has seen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 1))
+    nn.init.zeros_(model[2].weight)
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(torch.randn(64, 32, requires_grad=True)).square().sum().backward()
+    surveyed = loka.measure(probe.record(), kernels=["reference.rowwise"]).sites[0]
+    errors = {c.role: c for c in surveyed.candidates if c.kernel == "reference.rowwise"}
+    assert 0.01 < errors[Role.FPROP].error["mere_floored"].mean < 0.2
+    for role in (Role.DGRAD, Role.WGRAD):
+        assert (errors[role].error, errors[role].why_not) == (
+            {}, f"{role} gave nothing but zeros while the Probe looked: probe more steps",
+        )  # fmt: skip

@@ -109,7 +109,7 @@ def test_what_casts_add_to_a_step_is_timed_at_one_number_of_rows(monkeypatch: py
     monkeypatch.setattr(Speeds, "casts_us", lambda self, name, sets, shape: dict.fromkeys(sets, 5.0))
     options = [Option("reference.tensorwise", role) for role in Role]
     shapes = {m: TimedShape(SiteShape(m, 32, 32), Format.FP32, Format.FP32, has_bias=False) for m in (8, 16, 32)}
-    casts = _cast_times(options, {}, shapes, Speeds(torch.device("cpu")))
+    casts, _ = _cast_times(options, {}, shapes, Speeds(torch.device("cpu")))
     assert asked == [8, 16]  # where it failed at one, at the next
     assert {cast.tensor: cast.in_step_us for cast in casts} == {
         TensorName.X: {}, TensorName.DY: {}, TensorName.W: {16: 1.0},
