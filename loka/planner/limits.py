@@ -80,11 +80,15 @@ def check_limits(goal: Goal | str, max_error: float | Mapping[Role, float], min_
         raise InvalidInput(f"max_error names the role {unknown[0]!r}: the roles are {', '.join(Role)}")
     limits = {role: given.get(role, MAX_ERROR) for role in Role}
     for role, limit in limits.items():
-        if not (isinstance(limit, int | float) and math.isfinite(limit) and limit > 0):
+        if not (_is_number(limit) and limit > 0):
             raise InvalidInput(f"max_error of {role} must be a number above 0, such as {MAX_ERROR}, got {limit!r}")
-    if not (isinstance(min_speedup, int | float) and math.isfinite(min_speedup) and min_speedup >= 0):
+    if not (_is_number(min_speedup) and min_speedup >= 0):
         raise InvalidInput(f"min_speedup must be a number, 0 or above, such as {MIN_SPEEDUP}, got {min_speedup!r}")
     return Limits(Goal(goal), limits, min_speedup)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:

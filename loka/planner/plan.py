@@ -1,5 +1,6 @@
 """``make_plan``: from a Survey the fastest kernels that are accurate enough, with a reason at every site and role."""
 
+import logging
 from collections.abc import Iterable, Mapping
 
 from loka.core.errors import InvalidInput, require_kind
@@ -10,6 +11,8 @@ from loka.planner.chains import Ways, choose_blocks
 from loka.planner.limits import MAX_ERROR, MIN_SPEEDUP, allowed_alone, check_limits, kept_sites
 from loka.planner.site_plan import write_site_plan
 from loka.planner.study import study_site
+
+logger = logging.getLogger("loka")
 
 
 def make_plan(
@@ -36,7 +39,14 @@ def make_plan(
         raise InvalidInput("the survey has no site to plan for: probe a model with linear layers, then measure it again")
     if kernels is not None and not isinstance(kernels, str) and not (kernels := tuple(kernels)):
         raise InvalidInput("kernels names none to plan from: name some, or leave it out for all that were measured")
+    if not isinstance(keep, Iterable):
+        raise InvalidInput(f"keep must name sites, in a list, got {keep!r}")
     patterns, names = ((given,) if isinstance(given, str) else tuple(given) for given in (keep, kernels or ()))
+    if limits.goal is Goal.TRAINING and not any(c.role is not Role.FPROP for site in survey.sites for c in site.candidates):
+        logger.warning(
+            "plan: this survey is of a model that was probed without gradients, so only forward passes are planned: plan for "
+            "serving, or probe training steps, with backward() inside `with probe.step():`"
+        )
     kept = kept_sites((site.site for site in survey.sites), patterns)
     surveyed = allowed_alone(survey.sites, names) if names else survey.sites
     studies = {site.site: study_site(site, limits, kept.get(site.site)) for site in surveyed}

@@ -65,8 +65,8 @@ class Study:
             return None
         names = ", ".join(f"{role} {candidate.kernel}" for role, candidate in option.kernels.items())
         against = "high precision" if self.compiled is None else f"{self.baseline}, norm and activation included"
-        speedup = f"{times_as_fast(self.baseline_us, time_us):.3g}× {against}, under {limits.min_speedup:g}×"
-        return f"the fastest that is accurate enough ({names}) is {speedup}"
+        speedup = _below(times_as_fast(self.baseline_us, time_us), limits.min_speedup)
+        return f"the fastest that is accurate enough ({names}) is {speedup}× {against}, under {limits.min_speedup:g}×"
 
 
 def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
@@ -93,6 +93,12 @@ def study_site(site: SiteSurvey, limits: Limits, kept: str | None) -> Study:
             why = f"accurate enough, but with it the site takes at best {_us(at_best_us)} µs a step, {against}"
             refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
     return replace(study, stays=stays, refused=(*refused, *slower, *refused_blocks))
+
+
+def _below(value: float, limit: float) -> str:
+    """In as many digits, three at least, as it takes to tell it from the limit that it is below."""
+    told = (f"{value:.{digits}g}" for digits in range(3, 17))
+    return next((text for text in told if float(text) < limit), f"{value:g}")
 
 
 def _us(time_us: float) -> str:

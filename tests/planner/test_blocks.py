@@ -250,6 +250,11 @@ def test_a_triple_that_is_slower_with_what_follows_stays() -> None:
     assert (unlimited.baseline_us, unlimited.time_us, unlimited.block) == (110.0, 120.0, None)
 
 
+def test_a_speedup_is_told_apart_from_the_limit_that_it_is_below() -> None:
+    (planned,) = loka.make_plan(survey(one("a", 95.26))).sites
+    assert "is 1.0498× high precision, under 1.05×" in planned.reason
+
+
 @pytest.mark.parametrize("limits", [{"kernels": ["a.one"]}, {"max_error": {Role.FPROP: 0.15}}])
 def test_what_follows_a_site_counts_where_its_block_is_refused(limits: dict[str, object]) -> None:
     parts = {"training_cast_us": {M: 0.0}, "epilogue_training_us": {M: 30.0}, "error": dict.fromkeys(Role, error(0.18))}

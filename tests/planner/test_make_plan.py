@@ -259,6 +259,25 @@ class TestKernelsToPlanFrom:
         (planned,) = loka.make_plan(self.two, goal="serving", kernels=[BASELINE]).sites
         assert not planned.is_low_precision
 
+    def test_what_a_survey_without_gradients_gives_a_training_plan_is_told(self, caplog: pytest.LogCaptureFixture) -> None:
+        fprop_alone = survey(site("a", baseline({Role.FPROP: {100: 100.0}})))
+        loka.make_plan(fprop_alone, goal="serving")
+        assert not caplog.messages
+        loka.make_plan(fprop_alone)
+        assert "probed without gradients, so only forward passes are planned" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("limits", "message"),
+        [
+            ({"max_error": True}, "max_error of fprop must be a number above 0"),
+            ({"min_speedup": True}, "min_speedup must be a number, 0 or above"),
+            ({"keep": 3}, "keep must name sites, in a list, got 3"),
+        ],
+    )
+    def test_what_is_no_limit_is_refused(self, limits: dict, message: str) -> None:
+        with pytest.raises(InvalidInput, match=message):
+            loka.make_plan(self.two, **limits)
+
     def test_none_at_all_are_refused(self) -> None:
         with pytest.raises(InvalidInput, match="kernels names none to plan from: name some, or leave it out for all"):
             loka.make_plan(self.two, kernels=[])
