@@ -1,10 +1,13 @@
 """Biases go: they grow without converging and push values out of range, and each is a small tensor to pad and send."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from loka.mods.contract import MODS, Place, why_not_this_type
 from loka.nn.graph import Kind, Method, kind_of_module
 from loka.nn.linear import LokaLinear
+
+LARGE = 1.0  # a bias of one value that is no default of anybody's
 
 
 @MODS.register("no_bias")
@@ -41,6 +44,16 @@ class NoBias:
         return place.module
 
 
+@torch.no_grad()
+def _constant_of(module: nn.Module) -> float | None:
+    """The one value of its bias, if that is large: a gate that begins closed, say. A small one is given to all layers alike."""
+    bias = module.bias
+    if not isinstance(bias, Tensor) or bias.is_meta or bias.numel() < 2:
+        return None
+    first = bias.flatten()[0]
+    return float(first) if first.abs() >= LARGE and bool((bias == first).all()) else None
+
+
 def _why_not_site(place: Place) -> str | None:
     block = place.found.of(place.name)
     if block.is_head:
@@ -57,4 +70,6 @@ def _why_not_site(place: Place) -> str | None:
         return "reads the model's inputs: without its bias a norm would hide how large they are"
     if block.is_first is None:
         return "may read the model's inputs: that shows only in a run, so pass example="
+    if (constant := _constant_of(place.module)) is not None:
+        return f"its bias is {constant:g} throughout, which was set on purpose"
     return None

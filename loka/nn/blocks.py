@@ -274,7 +274,7 @@ def _is_head(graph: Graph, model: nn.Module, site: nn.Linear, calls: list[int]) 
     """One output, or outputs that leave the model without passing another layer that learns, a norm or an activation."""
     if site.out_features == 1:
         return True
-    return any_of([_leaves_the_model(graph, model, call) for call in calls])
+    return any_of([_is_handed_out(graph, model, call) or _leaves_the_model(graph, model, call) for call in calls])
 
 
 def any_of(answers: Sequence[bool | None]) -> bool | None:
@@ -300,10 +300,25 @@ def _reads_inputs_alone(graph: Graph, model: nn.Module, start: int) -> bool | No
     return None if is_lost else bool(seen)  # what reads nothing reads parameters alone
 
 
+def _is_handed_out(graph: Graph, model: nn.Module, start: int) -> bool:
+    """Whether the output of ``start`` is an output of the model, joined with nothing on the way: a prediction, whoever else
+    reads it."""
+    seen, pending = {start}, [start]
+    while pending:
+        for reader in graph.readers[pending.pop()]:
+            call = graph.calls[reader]
+            if call.kind is Kind.OUTPUT:
+                return True
+            if len(call.reads) == 1 and reader not in seen and call.kind is not Kind.UNKNOWN and not _stops(model, call):
+                seen.add(reader)
+                pending.append(reader)
+    return False
+
+
 def _leaves_the_model(graph: Graph, model: nn.Module, start: int) -> bool | None:
     """Whether the output of ``start`` reaches the model's output unchanged by anything learned; None where it is lost sight of.
 
-    A value that goes on into another layer as well is no prediction, even if a residual also carries it to the output.
+    A value that goes on into another layer as well is no prediction, if only a residual carries it to the output.
     """
     seen, pending = {start}, [start]
     reached = lost = False

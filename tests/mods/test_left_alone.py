@@ -307,3 +307,31 @@ def test_insert_norm_names_activations_that_the_example_did_not_reach() -> None:
     assert {name: why.partition(":")[0] for name, why in reasons(report).items()} == {
         "insert_norm experts.1.1": "is not called, as far as can be seen"
     }
+
+
+def test_a_bias_that_was_set_on_purpose() -> None:
+    """A gate that begins closed would begin half open."""
+    gate, hidden = nn.Linear(16, 16), nn.Linear(16, 16)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), gate, nn.Sigmoid(), hidden, nn.ReLU(), nn.Linear(16, 1))
+    nn.init.constant_(model[2].bias, -4.0)
+    nn.init.constant_(model[4].bias, 0.01)
+    report = loka.apply_mods(model, "no_bias")
+    assert changed(report) == ["no_bias 4"]
+    assert reasons(report)["no_bias 2"] == "its bias is -4 throughout, which was set on purpose"
+
+
+def test_a_prediction_that_another_tower_reads_too() -> None:
+    class ActorCritic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bottom, self.action = nn.Linear(20, 64), nn.Linear(64, 6)
+            self.value = nn.Sequential(nn.Linear(70, 48), nn.ReLU(), nn.Linear(48, 4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.bottom(x).relu()
+            action = self.action(h)
+            return action, self.value(torch.cat([h, action.softmax(-1).detach()], 1))
+
+    report = loka.apply_mods(ActorCritic(), "no_bias")
+    assert changed(report) == ["no_bias value.0"]
+    assert reasons(report)["no_bias action"] == "is a prediction head: its output is the model's"

@@ -75,7 +75,7 @@ class Random(nn.Module):
 
 
 def layers_that_lose_their_bias(model: Random) -> set[str]:
-    """Those that every time read something learned, and are read by a layer, a norm or an activation."""
+    """Those that every time read something learned, are read by a layer, a norm or an activation, and are no output."""
     reads = reads_of(model.steps)
     is_learned = [False]
     for (name, _, _), of_step in zip(model.steps, reads, strict=True):
@@ -86,10 +86,15 @@ def layers_that_lose_their_bias(model: Random) -> set[str]:
         by_the_head = tensor == len(model.steps)
         return by_the_head or any(model.steps[i][0] in MAKES_NEW or is_read(i + 1) for i in behind)
 
+    def is_output(tensor: int) -> bool:
+        alone = [i for i, of_step in enumerate(reads) if of_step == {tensor} and model.steps[i][0] not in MAKES_NEW]
+        return tensor in model.unread or any(is_output(i + 1) for i in alone)
+
     layers: dict[str, bool] = {}
     for i, (name, _, _) in enumerate(model.steps):
         if name == "linear":
-            layers[model.name_of(i)] = layers.get(model.name_of(i), True) and is_learned[i] and is_read(i + 1)
+            loses = is_learned[i] and is_read(i + 1) and not is_output(i + 1)
+            layers[model.name_of(i)] = layers.get(model.name_of(i), True) and loses
     return {layer for layer, loses in layers.items() if loses}
 
 
