@@ -16,6 +16,7 @@ from loka.cli.measure import measure
 from loka.cli.plan import plan
 from loka.cli.probe import probe
 from loka.cli.report import report
+from loka.cli.tables import PipedConsole
 from loka.cli.train import train
 from loka.core.errors import LokaError
 from loka.core.progress import is_read
@@ -30,6 +31,7 @@ app = App(
     help="Make 8-bit arithmetic practical for large recommendation models. Start with: loka demo",
     version=__version__,
     suppress_keyboard_interrupt=False,
+    console=PipedConsole(),
 )
 app["--help"].group = app["--version"].group = OPTIONS
 for order, command in enumerate((demo, probe, measure, plan, train, report)):

@@ -60,14 +60,14 @@ def probe(
         raise InvalidInput(f"--mods takes the names of Mods, any of {', '.join(MODS.names())}")
     opened = open_workload(workload, BuiltInOptions(data_path, batch_size, precision, device, seed))
     try:
-        record = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())
+        record, was_stopped = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())
     except KeyboardInterrupt:
         print("\nstopped before anything was learned", file=sys.stderr)
         sys.exit(130)
     path = record.save(out)
     _print(record)
     console().print(f"{path}   Next: loka measure {quote(str(out))}", soft_wrap=True)
-    if record.steps_seen < steps:
+    if was_stopped:
         sys.exit(130)
 
 

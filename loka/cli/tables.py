@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from typing import NoReturn
 
 from rich import box
 from rich.console import Console
@@ -22,9 +23,16 @@ def plain_table(title: str, columns: list[str]) -> Table:
     return table
 
 
+class PipedConsole(Console):
+    """Where nobody reads on, the command line ends as other programs do; rich would end with an error."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise
+
+
 def console() -> Console:
     """Standard output; if it is no terminal, wide enough for whole tables. Brackets are text, as in a pattern, not markup."""
-    return Console(width=None if is_terminal(sys.stdout) else 200, markup=False)
+    return PipedConsole(width=None if is_terminal(sys.stdout) else 200, markup=False)
 
 
 def microseconds(time_us: float) -> str:

@@ -45,6 +45,10 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(target)
         _sync_folder(target.parent)
+    except OSError as failure:
+        if failure.filename is None and failure.errno is not None:  # a full disk, which names no file
+            raise OSError(failure.errno, failure.strerror, str(target)) from failure
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

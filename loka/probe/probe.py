@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from loka.probe.weights import WeightsOverTime, weight_of
 
 logger = logging.getLogger("loka")
 
-MOST_FLOWS = 8  # each takes one forward pass more
+MOST_FLOWS = 8  # each takes one forward pass more; those that reach a site for the first time are looked at in any case
 BASELINES = frozenset({torch.float32, torch.bfloat16})  # dtypes that kernels are compared with
 SPREAD = 4  # a sample is learned within the first 1/SPREAD of the steps before the next
 
@@ -90,6 +91,9 @@ class Probe:
         self._sites = {name: module for name, module in self._model.named_modules() if isinstance(module, nn.Linear)}
         if not self._sites:
             raise InvalidInput(f"{type(self._model).__name__} has no linear layer: there is nothing to probe")
+        for name, module in self._model.named_modules():
+            if dotted := next((child for child in module._modules if "." in child), None):
+                raise InvalidInput(f"{name or 'the model'} holds a module as {dotted!r}: give it a name without a dot")
         for name, site in self._sites.items():
             if isinstance(site._parameters.get("weight"), UninitializedParameter):
                 raise InvalidInput(f"{name} has no shape yet: run the model once on a batch, then probe it")
@@ -160,6 +164,13 @@ class Probe:
         self._writer.shutdown()
         self._writer = _writer()  # for a Record that is still to be saved; it has no thread until then
 
+    def __deepcopy__(self, memo: object) -> "Probe":
+        """A copy of a module that holds its Probe, such as an average of weights, holds the same: it watches one model."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidInput("a Probe watches a running model and cannot be pickled: keep it out of the module, save its Record")
+
     def _require_same_sites(self) -> None:
         now = dict(self._model.named_modules())
         replaced = [name for name, site in self._sites.items() if now.get(name) is not site]
@@ -177,6 +188,11 @@ class Probe:
         return devices[0]
 
     def _taken(self) -> Record:
+        if not self._samples and self.steps_seen:
+            raise InvalidInput(
+                f"no step that the Probe saw, {self.steps_seen} so far, was sampled to its end: those that it began to sample "
+                f"ended in an exception"
+            )
         if not self._samples:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")
         if not self._saw_forward:
@@ -247,7 +263,8 @@ class Probe:
         before it: models branch, by domain, task or tower."""
         for run in seen.runs_through_sites():
             called = frozenset(run.called)
-            if not called or called in self._flows or len(self._found) == MOST_FLOWS:
+            known = frozenset().union(*self._flows)
+            if not called or called in self._flows or (len(self._found) >= MOST_FLOWS and called <= known):
                 continue
             on_example = self._example is not None and not self._found
             if on_example:

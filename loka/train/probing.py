@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ LR, EMBEDDING_LR = 1e-3, 0.05  # those of `loka train`
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
+class Probed(NamedTuple):
+    record: Record
+    was_stopped: bool  # by an interrupt, or because nobody reads the output any more
+
+
 def probe_workload(
     workload: Workload,
     *,
@@ -30,11 +35,11 @@ def probe_workload(
     every: int = 10,
     mods: Sequence[str] = (),
     progress: Progress | None = None,
-) -> Record:
+) -> Probed:
     """Make ``mods`` on ``workload``, train it for ``steps`` steps, and return what the Probe learned.
 
-    Batches start over when they end. An interrupt, or a closed pipe behind the output, ends the training early: then what was
-    learned so far is returned.
+    Batches start over when they end; an iterator's cannot, and end the training. So does an interrupt, or a closed pipe behind
+    the output. What was learned so far is returned.
     """
     if steps < 1:
         raise InvalidInput(f"steps must be at least 1, got {steps}")
@@ -59,28 +64,31 @@ def probe_workload(
                     optimizer.zero_grad()
                 if step % every == 0:
                     progress.advance(f"step {step + 1} of {steps}, loss {_finite(loss, step):.4g}")
-        return probe.record()
+        if probe.steps_seen < steps:
+            progress.say(f"the batches ended after {probe.steps_seen} of {steps} steps, and cannot be iterated anew")
+        return Probed(probe.record(), was_stopped=False)
     except (KeyboardInterrupt, BrokenPipeError) as stop:
         is_cut_off = isinstance(stop, BrokenPipeError)
         if probe.steps_seen <= 1 or (is_cut_off and is_read(sys.stdout)):  # nothing is known yet; or the pipe is the workload's
             raise
         if not is_cut_off:
             progress.say(f"stopped at step {probe.steps_seen} of {steps}")
-        return probe.record()
+        return Probed(probe.record(), was_stopped=True)
     finally:
         probe.detach()
 
 
 def _endless(workload: Workload) -> Iterator[Any]:
+    was_any = False
     while True:
         count = 0
         for count, batch in enumerate(workload.batches, start=1):  # noqa: B007
             yield batch
+        if was_any and not count:
+            return  # they were an iterator: what was learned of them is kept
+        was_any = True
         if not count:
-            raise InvalidInput(
-                "the workload's batches are empty, or an iterator that ended: give a list, a DataLoader, or whatever can be "
-                "iterated anew"
-            )
+            raise InvalidInput("the workload's batches are empty: give a list, a DataLoader, or whatever can be iterated anew")
 
 
 def _loss(workload: Workload, batch: Any) -> Tensor:

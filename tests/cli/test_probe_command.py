@@ -48,6 +48,9 @@ def of_nan():
 def of_an_iterator():
     return loka.Workload(model, iter(batches[:2]), loss)
 
+def of_nothing():
+    return loka.Workload(model, [], loss)
+
 def of_no_module():
     return loka.Workload(model.forward, batches, loss)
 
@@ -171,7 +174,7 @@ def test_a_typo_is_told(name: str, message: str) -> None:
         ("of_rows", r"returned a tensor of shape \(32, 1\): it must be a scalar"),
         ("of_constants", "cannot be differentiated"),
         ("of_nan", "the loss of step 1 is nan"),
-        ("of_an_iterator", "an iterator that ended"),
+        ("of_nothing", "the workload's batches are empty"),
         ("workload --batch-size 9", "batch_size cannot be set for own_workload:workload"),
         ("workload --steps 0", "steps must be at least 1"),
         ("workload --every 0", "every must be a whole number, at least 1"),
@@ -183,6 +186,12 @@ def test_a_bad_workload_is_refused_with_a_reason(own: str, function: str, messag
     with pytest.raises((InvalidInput, UnknownName), match=message):
         run(f"probe {own}:{function}")
     assert not Path("run").exists()
+
+
+def test_an_iterator_is_learned_from_to_its_end(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(f"probe {own}:of_an_iterator --every 1")
+    assert "the batches ended after 2 of 200 steps, and cannot be iterated anew" in capsys.readouterr().out
+    assert Record.load("run").steps_seen == 2
 
 
 def test_a_file_in_the_place_of_the_run_is_told_before_training(own: str, tmp_path: Path) -> None:

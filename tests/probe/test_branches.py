@@ -438,3 +438,14 @@ def test_what_runs_elsewhere_too_is_in_no_block_and_in_no_chain() -> None:
     assert all(site.producer is None for site in sites.values())
     told = "norm behind it runs elsewhere too, so that no block can absorb it"
     assert [name for name, site in sites.items() if told in site.notes] == ["first"]
+
+
+def test_every_domain_of_many_is_looked_at() -> None:
+    """More of them than flows that reach nothing new may be."""
+    names = [f"d{index}" for index in range(12)]
+    model = Domains()
+    model.tower = nn.ModuleDict({name: nn.Linear(16, 16) for name in names})
+    model.head = nn.ModuleDict({name: nn.Linear(16, 5) for name in names})
+    record = record_of(model, *((torch.randn(16, 8), name) for name in names))
+    assert [name for name, site in record.sites.items() if site.is_head] == [f"head.{name}" for name in names]
+    assert not any(site.stays for site in record.sites.values())

@@ -1,5 +1,6 @@
 """What a Probe learns of a model that trains, and that the model does not notice."""
 
+import pickle
 import random
 from collections import deque
 from collections.abc import Callable
@@ -320,7 +321,7 @@ def test_a_step_that_fails_leaves_no_hook_and_teaches_nothing() -> None:
     with pytest.raises(RuntimeError), probe.step():
         model(torch.randn(3, 11))
     assert not model[0]._forward_hooks
-    with pytest.raises(InvalidInput, match="has seen no step"):
+    with pytest.raises(InvalidInput, match="ended in an exception"):
         probe.record()
 
 
@@ -462,3 +463,32 @@ def test_an_optimizer_that_casts_weights_in_its_steps_is_told(tmp_path: Path, mo
     del optimizer, others
     record = probe_steps(model, lambda model: model(torch.randn(32, 12)).sum())
     assert not any(site.cast_in_step for site in record.sites.values())
+
+
+def test_a_copy_of_a_module_that_holds_its_probe_holds_the_same() -> None:
+    model = small_model()
+    model.probe = loka.Probe(model, every=1)  # type: ignore[assignment]
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with model.probe.step():
+        model(torch.randn(8, 12)).sum().backward()
+    average.update_parameters(model)
+    assert average.module.probe is model.probe
+    assert model.probe.record().sites["0"].was_called
+    with pytest.raises(InvalidInput, match="cannot be pickled: keep it out of the module"):
+        pickle.dumps(model)
+
+
+def test_steps_that_all_raised_are_not_said_to_be_missing() -> None:
+    probe = loka.Probe(small_model(), every=1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), probe.step():
+            raise ZeroDivisionError
+    with pytest.raises(InvalidInput, match="no step that the Probe saw, 3 so far, was sampled to its end"):
+        probe.record()
+
+
+def test_a_module_whose_name_holds_a_dot_is_refused() -> None:
+    model = small_model()
+    model._modules["t.x"] = nn.Linear(4, 4)
+    with pytest.raises(InvalidInput, match=r"the model holds a module as 't\.x': give it a name without a dot"):
+        loka.Probe(model)

@@ -22,8 +22,9 @@ class TwoDomains(nn.Module):
 def test_a_table_that_the_first_batch_does_not_read_is_trained_later() -> None:
     model, batches = TwoDomains(), [(torch.arange(10), False), (torch.arange(10), True)]
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    record = probe_workload(loka.Workload(model, batches, lambda model, batch: model(*batch).square().mean()), steps=4, every=2)
-    assert record.steps_seen == 4
+    workload = loka.Workload(model, batches, lambda model, batch: model(*batch).square().mean())
+    record, was_stopped = probe_workload(workload, steps=4, every=2)
+    assert (record.steps_seen, was_stopped) == (4, False)
     assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
