@@ -141,7 +141,7 @@ def test_interpreted_steps_with_one_scale(
     check_one_scale(rows, cols, kinds, options, seed, torch.device("cpu"), found)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @example(rows=3, cols=4097, options=Options(), seed=0, found=True)  # one column past the last whole tile
 @given(
     rows=st.integers(1, 4),
@@ -188,7 +188,7 @@ class TestBothKinds:
         codes, memory = cast_matrix(weight, *targets), remember_amax(weight, *targets)
         return codes, lambda: rewrite_codes(weight, *targets, codes, memory, adam)
 
-    @pytest.mark.parametrize("steps", [0, 1, 9, 99, 12_345, 10**6])
+    @pytest.mark.parametrize("steps", [0, 9, 12_345, 10**6])
     def test_corrections_hold_at_any_step(self, where: torch.device, by_rows: bool, steps: int) -> None:
         options = Options(lr=1.0, weight_decay=0.0, eps=0.0, betas=(0.99, 0.9999))
         weight = torch.zeros(4, 512, device=where)
@@ -285,7 +285,7 @@ class TestPowers:
         launch_adam_by_rows(weight, codes, adam_of(weight, Options(), steps=1))
         assert_as_cast_by_rows(codes, weight)
 
-    @pytest.mark.parametrize("value", [3e38, float("inf"), float("nan")])
+    @pytest.mark.parametrize("value", [3e38, float("nan")])
     def test_a_row_of_any_values_is_written_and_so_is_what_it_becomes(self, weight: Tensor, value: float) -> None:
         codes, before = cast_by_rows(weight), weight.clone()
         adam = adam_of(weight, Options(lr=0.0), steps=1)  # held here: launches made again borrow its gradient
@@ -299,7 +299,7 @@ class TestPowers:
         run()
         assert_as_cast_by_rows(codes, weight)
 
-    @pytest.mark.parametrize("value", [0.0, 3.3, -float("nan")])
+    @pytest.mark.parametrize("value", [0.0, -float("nan")])
     def test_scales_may_be_any(self, weight: Tensor, value: float) -> None:
         codes = cast_by_rows(weight)
         codes[1][::3], codes[1][1::3], codes[1][2::3], codes[3][:] = float("inf"), value, -1.0, value
