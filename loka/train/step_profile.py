@@ -97,6 +97,7 @@ _GEMM_WORDS = (
     "splitk",
     "aten::mm",
     "aten::addmm",
+    "aten::_int_mm",
     "bmm",
 )
 

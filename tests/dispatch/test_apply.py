@@ -325,7 +325,11 @@ class TestHowModelsRun:
 
 
 class TestRowsAKernelCannotTake:
-    """oneDNN's wgrad contracts over the batch and wants 17 rows."""
+    """oneDNN's wgrad contracts over the batch, and on Arm wants 17 rows."""
+
+    @pytest.fixture(autouse=True)
+    def as_on_arm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("loka.kernels.providers.onednn.IS_ARM", True)
 
     def model(self) -> tuple[Tower, AppliedPlan]:
         model = tower()

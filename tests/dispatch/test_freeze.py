@@ -124,7 +124,8 @@ def test_a_site_that_torch_serves_past_keeps_its_weight() -> None:
 
 
 @torch.no_grad()
-def test_rows_that_gradients_could_not_take_are_served_by_the_kernel() -> None:
+def test_rows_that_gradients_could_not_take_are_served_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loka.kernels.providers.onednn.IS_ARM", True)
     model, dropped = (tower() for _ in range(2))
     for one in (model, dropped):
         loka.apply_plan(one, plan_for(one, {"bottom": SiteKernels.same("onednn.int8")}))  # training: 17 rows at least

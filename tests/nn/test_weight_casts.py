@@ -203,6 +203,7 @@ def test_so_are_those_of_compiled_functional_calls() -> None:
         assert (run(weight, x) - x @ weight.t()).norm() < 0.1 * (x @ weight.t()).norm()
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # one model after another, as for many ops
 @pytest.mark.parametrize("kernel", ["onednn.int8", "reference.rowwise"])
 @torch.no_grad()
 def test_an_ensemble_of_models_is_run_by_vmap(kernel: str) -> None:

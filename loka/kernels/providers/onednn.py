@@ -1,16 +1,14 @@
 """INT8 on the CPU through oneDNN: torch's own build of it, so nothing else to install.
 
-oneDNN wants b in blocks of its own. Packing costs more than a small GEMM, so it is done with the cast of b and kept for
-as long as the codes live. A packed b is found by the identity of its codes and their version, which moves whenever a
-weight cast is refreshed in place.
+On x86 torch multiplies codes as they lie into int32 sums, by oneDNN's plain GEMM. Scales are applied by operations that
+torch.compile sees, and puts into the norm and activation behind them.
 
-On Arm oneDNN's fast int8 is that of the Arm Compute Library, which takes one scale for all of b, so b's own scales are applied
-in a pass over the output. Given b's scales, oneDNN falls back on code that took 214 ms for 2048×1024×1024, where fp32 took 68
-and one scale 20 (Neoverse-N1, 2 threads, torch 2.13).
-
-On x86 oneDNN's fast int8 takes an unsigned a. So a's codes are moved up by 128 there, and 128 is given as a's zero point: the
-product stays the same. Signed codes are fast with AMX alone; without, they go to reference code, 9 s for 512×640×512 (a Xeon
-with VNNI, 2 threads, torch 2.13).
+On Arm torch has a plain loop for that. There oneDNN's fast int8 is that of the Arm Compute Library, behind torch's quantized
+linear layer. It wants b in blocks of its own. Packing costs more than a small GEMM, so it is done with the cast of b and kept
+for as long as the codes live. A packed b is found by the identity of its codes and their version, which moves whenever a weight
+cast is refreshed in place. It takes one scale for all of b, so b's own scales are applied in a pass over the output. Given b's
+scales, oneDNN falls back on code that took 214 ms for 2048×1024×1024, where fp32 took 68 and one scale 20 (Neoverse-N1, 2
+threads, torch 2.13).
 """
 
 import platform
@@ -59,12 +57,14 @@ def _overflows() -> bool:
     operators too."""
     k = 64
     codes_1K = torch.full((1, k), 127, dtype=torch.int8, device="cpu")
+    if not IS_ARM:
+        return torch._int_mm(codes_1K, codes_1K.t()).item() != k * 127**2
     scale = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     return onednn_int8_mm(codes_1K, scale, codes_1K, scale, None, torch.float32).item() != k * 127**2
 
 
-def _why_not(problem: GemmProblem) -> str | None:
-    if problem.k < SHORTEST_CONTRACTION:
+def _why_not(problem: GemmProblem, *, by_linear: bool) -> str | None:
+    if by_linear and problem.k < SHORTEST_CONTRACTION:
         return f"oneDNN has no fast code for contractions under {SHORTEST_CONTRACTION}, got k={problem.k}"
     if problem.k > LONGEST_CONTRACTION:
         return f"int32 sums can overflow past k={LONGEST_CONTRACTION}, got k={problem.k}"
@@ -83,7 +83,7 @@ class OnednnInt8:
         return f"onednn.{self.variant}"
 
     def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
-        return OperandSpec(Format.INT8, self.a_scaling), replace(B_SPEC, layout=Layout.ONEDNN)
+        return OperandSpec(Format.INT8, self.a_scaling), replace(B_SPEC, layout=Layout.ONEDNN) if IS_ARM else B_SPEC
 
     def recipe(self, role: Role) -> Recipe:
         return Recipe(Format.INT8, self.a_scaling, Format.INT8, Scaling.ROWWISE)
@@ -92,10 +92,19 @@ class OnednnInt8:
         return _missing(device)
 
     def why_not(self, problem: GemmProblem) -> str | None:
-        return _why_not(problem)
+        return _why_not(problem, by_linear=IS_ARM)
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return torch.ops.loka.onednn_int8_mm(a.codes, a.scale, b.codes, b.scale, bias, out_dtype)
+        if IS_ARM:
+            return torch.ops.loka.onednn_int8_mm(a.codes, a.scale, b.codes, b.scale, bias, out_dtype)
+        assert a.scale is not None
+        assert b.scale is not None
+        sums_MN, b_scale_1N = torch._int_mm(a.codes, b.codes.t()), b.scale.t()
+        if self.a_scaling is Scaling.TENSORWISE:
+            out_MN = sums_MN * (a.scale * b_scale_1N)
+        else:
+            out_MN = (sums_MN * a.scale).mul_(b_scale_1N)
+        return (out_MN if bias is None else out_MN.add_(bias)).to(out_dtype)
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,7 @@ class OnednnInt8Dynamic:
     def why_not(self, problem: GemmProblem) -> str | None:
         if problem.role is not Role.FPROP:
             return "its cast of a floors the scale at 6e-5, which flushes small gradients to zero"
-        return _why_not(problem)
+        return _why_not(problem, by_linear=True)
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         out = torch.ops.loka.onednn_int8_dynamic_mm(a.codes, b.codes, b.scale).to(out_dtype)
@@ -242,26 +251,26 @@ _PACKED_FOR_DYNAMIC = _PackedCache(_pack_for_dynamic)
 
 
 @cache
-def _zero_points(n: int, value: int = 0) -> Tensor:
-    return torch.full((n,), value, dtype=torch.int32, device="cpu")
+def _zero() -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 @op("onednn_int8_mm", "CPU")
 def onednn_int8_mm(
     a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """(a·bᵀ)·scales + bias. oneDNN applies a tensor scale of a and, on x86, b's row scales. The others, row scales of a and on
-    Arm those of b, are applied in passes over the sums."""
+    """(a·bᵀ)·scales + bias, on Arm. oneDNN applies a tensor scale of a. Row scales of a, and those of b, are applied in passes
+    over the sums."""
     if not a_MK.shape[0]:  # as an exported program may be given
         return a_MK.new_empty((0, b_NK.shape[0]), dtype=out_dtype)
     rowwise = a_scale.numel() != 1
     out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
-        a_MK if IS_ARM else a_MK.view(torch.uint8) ^ 128,
+        a_MK,
         a_scale.new_ones(1) if rowwise else a_scale.flatten(),
-        _zero_points(1, 0 if IS_ARM else 128),
+        _zero(),
         _PACKED_FOR_INT8.get(b_NK),
-        b_scale_N1.new_ones(1) if IS_ARM else b_scale_N1.flatten(),
-        _zero_points(1 if IS_ARM else b_NK.shape[0]),
+        b_scale_N1.new_ones(1),
+        _zero(),
         None,
         1.0,
         0,
@@ -272,8 +281,7 @@ def onednn_int8_mm(
     )
     if rowwise:
         out_MN.mul_(a_scale)
-    if IS_ARM:
-        out_MN.mul_(b_scale_N1.flatten())
+    out_MN.mul_(b_scale_N1.flatten())
     if bias_N is not None:
         out_MN.add_(bias_N)
     return out_MN.to(out_dtype)
