@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from weakref import WeakSet
 
 import pytest
 import torch
 from contract_check import check_product, operands_of, values
 
-from loka.core.gemm import Role, TensorName
+from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
+from loka.core.recipe import Format
 from loka.kernels.casting import cast
 from loka.kernels.contract import KERNELS, Kernel, multiply
 from loka.kernels.device import device_of
@@ -61,6 +63,24 @@ def test_long_sums_are_exact(name: str) -> None:
     x, weight = torch.full((17, 60_000), 127.0), torch.full((32, 60_000), 127.0)
     x[:, ::7] = 126.0
     check_product(able(name), Role.FPROP, {TensorName.X: x, TensorName.W: weight}, torch.float32)
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("name", ["onednn.int8", "onednn.int8_tensorwise"])
+def test_axes_of_one(name: str, role: Role) -> None:
+    """Their strides say nothing of the order in which a matrix lies, and torch's product left its result unwritten there."""
+    kernel = able(name)
+    for m, k, n in product((1, 2, 20), repeat=3):
+        tensors = {TensorName.X: torch.randn(m, k), TensorName.DY: torch.randn(m, n), TensorName.W: torch.randn(n, k)}
+        a, b = (
+            cast(source.tensor, tensors[source.tensor], [Form(spec, source.transposed)])[0]
+            for source, spec in zip(SOURCES[role], kernel.operands(role), strict=True)
+        )
+        expected = values(a) @ values(b).t()
+        if reason := kernel.why_not(GemmProblem.of(role, SiteShape(m, k, n), Format.FP32, device_of(torch.device("cpu")))):
+            assert onednn.IS_ARM, reason
+            continue
+        torch.testing.assert_close(multiply(kernel, role, a, b, torch.float32).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_packed_weights_are_kept_for_the_last_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,13 @@ def test_an_ensemble_of_models_is_run_by_vmap(kernel: str) -> None:
     torch.testing.assert_close(found, torch.stack([module(x) for module in modules]))
 
 
+@torch.no_grad()
+def test_biases_may_be_many_of_one_weight() -> None:
+    module, x, biases = loka.LokaLinear(32, 24, kernels=SiteKernels.same("onednn.int8")), torch.randn(8, 32), torch.randn(3, 24)
+    found = torch.vmap(lambda bias: torch.func.functional_call(module, {"bias": bias}, (x,)))(biases)
+    torch.testing.assert_close(found - found[:1], (biases - biases[:1])[:, None].expand(3, 8, 24))
+
+
 def test_a_weight_can_be_swapped() -> None:
     layer, x = _layer(Transform.NONE), torch.randn(10, 32)
     other = nn.Parameter(torch.randn(48, 32))

@@ -99,12 +99,18 @@ class OnednnInt8:
             return torch.ops.loka.onednn_int8_mm(a.codes, a.scale, b.codes, b.scale, bias, out_dtype)
         assert a.scale is not None
         assert b.scale is not None
-        sums_MN, b_scale_1N = torch._int_mm(a.codes, b.codes.t()), b.scale.t()
-        if self.a_scaling is Scaling.TENSORWISE:
-            out_MN = sums_MN * (a.scale * b_scale_1N)
-        else:
-            out_MN = (sums_MN * a.scale).mul_(b_scale_1N)
-        return (out_MN if bias is None else out_MN.add_(bias)).to(out_dtype)
+        sums_MN, b_scale_1N = _int_sums(a.codes, b.codes), b.scale.t()
+        has_one_scale = self.a_scaling is Scaling.TENSORWISE  # not by its size: of one row there is one too
+        out_MN = sums_MN * (a.scale * b_scale_1N) if has_one_scale else sums_MN * a.scale * b_scale_1N
+        return (out_MN if bias is None else out_MN + bias).to(out_dtype)
+
+
+def _int_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """a·bᵀ in int32. ``torch._int_mm`` leaves its result unwritten where strides do not tell how a matrix lies: those of one
+    column, and unusual ones of one row."""
+    if a_MK.shape[1] == 1:
+        return a_MK.int() * b_NK.t().int()
+    return torch._int_mm(a_MK.reshape(a_MK.shape), b_NK.reshape(b_NK.shape).t())
 
 
 @dataclass(frozen=True)
