@@ -6,7 +6,7 @@ Errors of sites add and cancel, and what wins at one site need not win in a mode
 import math
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -139,6 +139,10 @@ def check_plan(
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)
     as_it_runs = without_fast_path() if is_training else nullcontext()  # a trained model is judged in eval mode
     with _without_a_trace(model, learned), _room_to_compile(model), as_it_runs:
+        if not _runs(model, lambda: losses(model, held_out[:1], loss)):  # nothing that a plan does would show
+            raise InvalidInput(
+                "loss(model, batch) called neither the model that it was given nor a layer of it: it must run it"
+            )
         high = losses(model, held_out, loss)
         baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:
@@ -158,6 +162,19 @@ def check_plan(
             else:
                 plan, gone = alone.without_costly_forwards(plan, planned, tried.change, limit)
             rounds.append(replace(tried, gave_back=(*gone, *_gone_with(gone, planned, plan))))
+
+
+def _runs(model: nn.Module, call: Callable[[], object]) -> bool:
+    """Whether ``call`` calls the model or one of its linear layers."""
+    root, called = unwrapped(model), []
+    watched = [module for module in root.modules() if module is root or isinstance(module, nn.Linear)]
+    handles = [module.register_forward_pre_hook(lambda *_: called.append(None)) for module in watched]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return bool(called)
 
 
 def _gone_with(gone: Collection[str], before: Iterable[SitePlan], plan: Plan) -> list[str]:
@@ -205,7 +222,6 @@ class _Trial:
         """The plan as it will run: its loss; if that is good, its gradients; if they are too, its time. A compiled model runs
         compiled for the latter two."""
         with self._running(plan) as applied:
-            self._require_called(applied)
             change = self._change(applied, high)
             if applied.sites and not change.harm <= max_loss_change:
                 return Round(len(applied.sites), change, None, None)
@@ -213,24 +229,6 @@ class _Trial:
             if gradients is not None and gradients.error > MAX_GRADIENT_CHANGE:
                 return Round(len(applied.sites), change, gradients, None)
             return Round(len(applied.sites), change, gradients, self._speedup(applied))
-
-    def _require_called(self, applied: AppliedPlan) -> None:
-        """Or a loss that runs another model would pass everything."""
-        called: list[str] = []
-        handles = [applied.module(site).register_forward_pre_hook(lambda *_: called.append("")) for site in applied.sites]
-        try:
-            for batch in self.batches:
-                if not handles or called:
-                    return
-                losses(self.model, [batch], self.loss)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if handles and not called:
-            raise InvalidInput(
-                "loss(model, batch) called no planned layer on any of the batches: it must run the model that it is given, on "
-                "batches that reach what is planned"
-            )
 
     def _gradients(self, applied: AppliedPlan) -> GradientChange:
         """How far they are from high precision's in the model as it trains: compiled if it is, with the same random numbers."""

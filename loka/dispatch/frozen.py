@@ -36,6 +36,7 @@ class Frozen(nn.Module):
     codes: Tensor
     scale: Tensor
     _is_stale = False  # the weight was given a dtype that is no format of ours: it is cast again once it has one
+    _lost: frozenset[str] = frozenset()  # buffers that came back from the meta device without values
 
     def __init__(self, module: PlannedLinear | FusedBlock, *, keep_weight: bool) -> None:
         super().__init__()
@@ -91,6 +92,7 @@ class Frozen(nn.Module):
     ) -> None:
         if not self.has_weight and f"{prefix}codes" not in state_dict and f"{prefix}weight" in state_dict:
             state_dict = self._with_codes(state_dict, prefix, error_msgs)
+        self._lost = frozenset(name for name in self._lost if f"{prefix}{name}" not in state_dict)
         codes = state_dict.get(f"{prefix}codes")
         if codes is not None and codes.dtype != self.codes.dtype:  # they would be taken for values
             error_msgs.append(f"{prefix}codes are {codes.dtype}, and by this model's plan {self.codes.dtype}")
@@ -101,13 +103,17 @@ class Frozen(nn.Module):
         others = local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, *others)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _with_codes(self, state_dict: Mapping[str, Tensor], prefix: str, error_msgs: list[str]) -> dict[str, Tensor]:
-        """What a model in high precision has saved, with this layer's codes in its weight's place."""
-        entries, held = dict(state_dict), dict(self._buffers)
+        """What a model in high precision has saved, with this layer's codes in its weight's place. What it cannot know, such as
+        the vector of a transform, is kept."""
+        entries = dict(state_dict)
+        held = {name: buffer for name, buffer in self._buffers.items() if name not in self._lost}
         weight_NK = entries.pop(f"{prefix}weight")
         if weight_NK.shape == self.weight.shape:
-            held |= self._casts(weight_NK.detach().to(self.weight.device, self.weight.dtype))
+            dtype = next(dtype for dtype in (self.weight.dtype, weight_NK.dtype, torch.float32) if is_format(dtype))
+            held |= self._casts(weight_NK.detach().to(self.weight.device, dtype))
         else:
             error_msgs.append(f"{prefix}weight is {tuple(weight_NK.shape)}, and this model's {tuple(self.weight.shape)}")
         return entries | {f"{prefix}{name}": tensor for name, tensor in held.items() if tensor is not None}
@@ -145,6 +151,7 @@ class Frozen(nn.Module):
         for name, buffer in buffers.items():
             moved = self._buffers[name]
             assert moved is not None
+            self._lost |= {name} if buffer.is_meta and not moved.is_meta else set()
             self._buffers[name] = torch.empty_like(buffer, device=moved.device) if buffer.is_meta else buffer.to(moved.device)
         if not self.has_weight:
             self._stand_in_for(self.weight.shape, fn(self.weight[:0]))

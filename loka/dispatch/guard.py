@@ -28,6 +28,7 @@ from loka.nn.weight_casts import has_own_weight
 logger = logging.getLogger("loka")
 
 MOST_CALLS = 8  # of a site in one step that a check looks at
+DOUBT = 8  # steps that a site has to be called again, after values that were no numbers
 SLACK = 1.5  # over the plan's own limit: a check sees few rows, and noise should trip nothing
 
 
@@ -122,7 +123,7 @@ class Guard:
         doubted = self._doubtful
         # Of a site that was not called, as where domains take turns, the next of its calls decides, if it comes soon.
         waiting = {place: step for place, step in doubted.items() if place not in errors}
-        self._doubtful = {place: step for place, step in waiting.items() if self.steps_seen - step < self.every}
+        self._doubtful = {place: step for place, step in waiting.items() if self.steps_seen - step < min(self.every, DOUBT)}
         if not errors:
             return
         values = torch.stack(list(errors.values())).tolist()  # the one wait
@@ -179,6 +180,7 @@ class Guard:
             del self._sites[site]
         for site, watched in self._sites.items():
             watched.module = applied.module(site)
+        self._doubtful = {(site, role): step for (site, role), step in self._doubtful.items() if site in self._sites}
 
 
 @dataclass

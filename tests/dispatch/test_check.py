@@ -236,8 +236,28 @@ def test_a_loss_that_runs_another_model_is_refused() -> None:
     def of_the_other(model: nn.Module, x: Tensor) -> Tensor:
         return loss(other, x) + 0 * sum(parameter.sum() for parameter in model.parameters())
 
-    with pytest.raises(InvalidInput, match=r"loss\(model, batch\) called no planned layer on any of the batches"):
+    with pytest.raises(InvalidInput, match=r"loss\(model, batch\) called neither the model"):
         loka.check_plan(tower(), plan, BATCHES, loss=of_the_other, repeats=1)
+
+
+class InTrainingAlone(nn.Module):
+    """Has a tower of its own for training, as one that learns from another loss has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.extra, self.head = nn.Linear(24, 32), nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return self.head(self.extra(h).relu() if self.training else h)
+
+
+@pytest.mark.parametrize("sites", [["extra"], ["first", "extra"]])
+def test_planned_layers_that_the_batches_do_not_reach_are_no_error(sites: list[str]) -> None:
+    plan = plan_for(InTrainingAlone(), dict.fromkeys(sites, ROWWISE))
+    checked = loka.check_plan(InTrainingAlone(), plan, BATCHES, loss=loss, max_loss_change=0.0, min_speedup=0, repeats=1)
+    assert set(checked.given_back) == {*sites} - {"extra"}
 
 
 @pytest.mark.parametrize("one", [BATCHES[0], {"x": BATCHES[0]}, "batches.pt"])

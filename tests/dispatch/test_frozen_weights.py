@@ -110,6 +110,22 @@ def test_codes_are_made_of_the_weights_that_training_saved(kernel: str, assign: 
         model.load_state_dict(wider)
 
 
+def test_codes_made_of_weights_in_inference_mode_may_be_written_again() -> None:
+    model, saved, x = frozen(tower(), "onednn.int8", drop=True), tower(1).state_dict(), batch(17)
+    with torch.inference_mode():
+        model.load_state_dict(saved, assign=True)
+    model.load_state_dict(tower(2).state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(x), frozen(tower(2), "onednn.int8", drop=True)(x))
+
+
+def test_codes_are_made_of_weights_while_the_model_is_in_float64() -> None:
+    model, x = frozen(tower(), "onednn.int8", drop=True).double(), batch(17)
+    model.load_state_dict(tower(1).double().state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model.float()(x), frozen(tower(1), "onednn.int8", drop=True)(x))
+
+
 @pytest.mark.parametrize("transform", ["center", "rescale"])
 def test_a_transforms_vector_stays_where_weights_are_loaded(transform: str) -> None:
     vectors = {f"bottom/{transform}": torch.full((24,), 2.0)}
@@ -125,6 +141,13 @@ def test_a_transforms_vector_stays_where_weights_are_loaded(transform: str) -> N
     model.load_state_dict(tower(1).state_dict())
     with torch.no_grad():
         assert torch.equal(model(x), served(1)(x))
+    emptied = served(0).to("meta").to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r'Missing key.*"bottom\.features"'):
+        emptied.load_state_dict(tower(1).state_dict())
+    emptied.load_state_dict(served(1).state_dict())
+    with torch.no_grad():
+        assert torch.equal(emptied(x), served(1)(x))
+    emptied.load_state_dict(tower(2).state_dict())  # it has its vector again
 
 
 def test_weights_loaded_in_float64_are_cast_when_they_have_a_format_again() -> None:

@@ -435,6 +435,20 @@ def test_a_site_that_is_called_in_turns_with_another_is_given_back_too() -> None
     assert [event.site for event in guard.events] == ["a"]
 
 
+def test_nobody_doubts_a_site_that_was_given_back() -> None:
+    """Every step would be a check."""
+    model, guard = guarded(every=100)
+    bad = batch().clone()
+    bad[0] = torch.nan
+    for x, has_backward in ((bad, True), (bad, False)):  # as of a loop that skips a loss that is no number
+        with guard.step():
+            loss = model(x).square().mean()
+            if has_backward:
+                loss.backward()
+    assert guard.events
+    assert not guard._doubtful
+
+
 def test_what_a_guard_found_is_loaded_by_a_process_that_knows_it_not(tmp_path: Path) -> None:
     """It is loaded with weights_only, before the Guard is made."""
     model, guard = guarded(max_error=1e-9, every=1)
