@@ -28,6 +28,7 @@ _PRODUCT_MODULES = (
     *(nn.MultiheadAttention, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase),
     *(nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
+_SCALINGS = {"add", "sub", "mul", "div", "truediv", "neg"}
 _LEARNED_FUNCTIONS = {"linear", "addmm", "bilinear", "embedding", "embedding_bag", "conv1d", "conv2d", "conv3d"}
 
 
@@ -309,10 +310,16 @@ def _is_handed_out(graph: Graph, model: nn.Module, start: int) -> bool:
             call = graph.calls[reader]
             if call.kind is Kind.OUTPUT:
                 return True
-            if len(call.reads) == 1 and reader not in seen and call.kind is not Kind.UNKNOWN and not _stops(model, call):
+            if len(call.reads) == 1 and reader not in seen and _hands_on(model, call):
                 seen.add(reader)
                 pending.append(reader)
     return False
+
+
+def _hands_on(model: nn.Module, call: Call) -> bool:
+    """Whether a prediction is one still behind ``call``, which reads nothing else. A mean or a comparison of it is none."""
+    is_output_activation = call.kind is Kind.ACTIVATION and not _stops(model, call)
+    return call.kind is Kind.PASS or is_output_activation or (not call.is_module and call.name in _SCALINGS)
 
 
 def _leaves_the_model(graph: Graph, model: nn.Module, start: int) -> bool | None:

@@ -1,5 +1,7 @@
 """What Mods leave alone, and the reason they give."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from report_lines import changed, reasons
@@ -335,3 +337,17 @@ def test_a_prediction_that_another_tower_reads_too() -> None:
     report = loka.apply_mods(ActorCritic(), "no_bias")
     assert changed(report) == ["no_bias value.0"]
     assert reasons(report)["no_bias action"] == "is a prediction head: its output is the model's"
+
+
+@pytest.mark.parametrize("told", [lambda h: 1e-4 * h.square().mean(), lambda h: h > 0, torch.zeros_like])
+def test_what_is_told_of_a_layer_makes_it_no_prediction_head(told: Callable[[Tensor], Tensor]) -> None:
+    class Monitored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.second(self.first(x).relu())
+            return self.last(h.relu()), told(h)
+
+    assert changed(loka.apply_mods(Monitored(), "no_bias", example=(torch.randn(5, 8),))) == ["no_bias second"]
