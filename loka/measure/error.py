@@ -121,8 +121,9 @@ def measure_errors(
         oracle = Oracle(parts)
         for role in {option.role for option in unknown} & {*corrections}:
             corrections[role].add(tensors)
+        zeros = {role: is_zero(role, tensors) for role in {option.role for option in unknown if option.is_8bit}}
         for option in unknown:
-            if option.is_8bit and is_zero(option.role, tensors):
+            if option.is_8bit and zeros[option.role]:
                 errors[option].zeros += 1
                 continue
             _add_sample(errors[option], option, parts, oracle if index < LOST_SAMPLES else None)

@@ -190,8 +190,8 @@ class Probe:
     def _taken(self) -> Record:
         if not self._samples and self.steps_seen:
             raise InvalidInput(
-                f"no step that the Probe saw, {self.steps_seen} so far, was sampled to its end: those that it began to sample "
-                f"ended in an exception"
+                f"no step that the Probe saw, {self.steps_seen} so far, was sampled to its end: it learns of a step when that "
+                f"has ended without an exception, and samples none after detach()"
             )
         if not self._samples:
             raise InvalidInput("the Probe has seen no step: put `with probe.step():` around the training step, and run one")

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +44,11 @@ def probe_workload(
     if steps < 1:
         raise InvalidInput(f"steps must be at least 1, got {steps}")
     progress = progress or Silent()
-    model = workload.model.train()
+    model, batches = workload.model.train(), _endless(workload)
     if mods:
-        changes = apply_mods(model, mods, example=_first_call(workload))
+        first = next(batches)
+        batches = chain([first], batches)
+        changes = apply_mods(model, mods, example=_first_call(workload, first))
         progress.say(str(changes))
     probe = Probe(model, every=every)
     progress.say(f"memory of the Probe: {probe.memory}")
@@ -54,7 +56,7 @@ def probe_workload(
     try:
         with progress:
             progress.start(math.ceil(steps / every))
-            for step, batch in enumerate(islice(_endless(workload), steps)):
+            for step, batch in enumerate(islice(batches, steps)):
                 with probe.step():
                     loss = _loss(workload, batch)
                     loss.backward()
@@ -121,8 +123,8 @@ def _make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [*optimizers, make_dense_optimizer(dense, LR, weight_decay=0.0)] if len(dense) else optimizers
 
 
-def _first_call(workload: Workload) -> Arguments | None:
-    """The arguments of the model's first call."""
+def _first_call(workload: Workload, batch: Any) -> Arguments | None:
+    """The arguments of the model's first call on ``batch``."""
     calls: list[Arguments] = []
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,7 +133,7 @@ def _first_call(workload: Workload) -> Arguments | None:
     handle = workload.model.register_forward_pre_hook(remember, with_kwargs=True)
     try:
         with torch.no_grad(), left_as_it_was(workload.model):
-            workload.loss(workload.model, next(_endless(workload)))
+            workload.loss(workload.model, batch)
     finally:
         handle.remove()
     return calls[0] if calls else None

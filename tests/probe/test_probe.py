@@ -321,7 +321,7 @@ def test_a_step_that_fails_leaves_no_hook_and_teaches_nothing() -> None:
     with pytest.raises(RuntimeError), probe.step():
         model(torch.randn(3, 11))
     assert not model[0]._forward_hooks
-    with pytest.raises(InvalidInput, match="ended in an exception"):
+    with pytest.raises(InvalidInput, match="ended without an exception"):
         probe.record()
 
 

@@ -48,3 +48,10 @@ def test_mods_are_made_by_the_first_call_however_its_arguments_are_given() -> No
     assert isinstance(model.norm, loka.BlockNorm)
     assert isinstance(model.second, nn.Linear)
     assert model.second.bias is None
+
+
+def test_the_batch_that_shows_mods_the_model_is_trained_on_too() -> None:
+    batches = iter([torch.randn(8, 16) for _ in range(3)])
+    workload = loka.Workload(Branching(), batches, lambda model, x: model(x, factor=0.5).square().mean())
+    record, _ = probe_workload(workload, steps=9, every=1, mods=["no_bias"])
+    assert record.steps_seen == 3
