@@ -214,6 +214,18 @@ def test_an_ensemble_of_models_is_run_by_vmap(kernel: str) -> None:
     torch.testing.assert_close(found, torch.stack([module(x) for module in modules]))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("rows", "k", "n"), [(64, 33, 1), (64, 1, 33), (1, 33, 48), (1, 33, 1)])
+@torch.no_grad()
+def test_axes_of_one_are_right_where_inductor_lays_them(rows: int, k: int, n: int) -> None:
+    module, x, weight = loka.LokaLinear(k, n, kernels=SiteKernels.same("onednn.int8")), torch.randn(rows, k), torch.randn(n, k)
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.func.functional_call(module, {"weight": 2 * weight}, (2 * x,))
+
+    torch.testing.assert_close(torch.compile(run, fullgraph=True)(x, weight), run(x, weight))
+
+
 @torch.no_grad()
 def test_biases_may_be_many_of_one_weight() -> None:
     module, x, biases = loka.LokaLinear(32, 24, kernels=SiteKernels.same("onednn.int8")), torch.randn(8, 32), torch.randn(3, 24)

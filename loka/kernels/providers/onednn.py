@@ -107,10 +107,12 @@ class OnednnInt8:
 
 def _int_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """a·bᵀ in int32. ``torch._int_mm`` leaves its result unwritten where strides do not tell how a matrix lies: those of one
-    column, and unusual ones of one row."""
+    column, and unusual ones of one row, which torch.compile may choose for b."""
     if a_MK.shape[1] == 1:
         return a_MK.int() * b_NK.t().int()
-    return torch._int_mm(a_MK.reshape(a_MK.shape), b_NK.reshape(b_NK.shape).t())
+    if b_NK.shape[0] == 1:
+        return (a_MK.int() * b_NK.int()).sum(1, keepdim=True, dtype=torch.int32)
+    return torch._int_mm(a_MK.reshape(a_MK.shape), b_NK.t())
 
 
 @dataclass(frozen=True)
