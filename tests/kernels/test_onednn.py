@@ -65,6 +65,17 @@ def test_long_sums_are_exact(name: str) -> None:
     check_product(able(name), Role.FPROP, {TensorName.X: x, TensorName.W: weight}, torch.float32)
 
 
+@pytest.mark.parametrize("name", ["onednn.int8", "onednn.int8_tensorwise"])
+def test_a_program_that_was_exported_on_arm_is_served_elsewhere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, bias = able(name), torch.randn(48)
+    a, b = operands_of(kernel, Role.FPROP, {TensorName.X: torch.randn(33, 64), TensorName.W: torch.randn(48, 64)})
+    monkeypatch.setattr(onednn, "_PACKED_FOR_INT8", None)  # on x86 nothing is packed
+    monkeypatch.setattr(onednn, "IS_ARM", False)
+    arguments = a.codes, a.scale, b.codes, b.scale, bias, torch.float32, a.scale.numel() == 1
+    expected = (values(a) @ values(b).t() + bias).float()
+    torch.testing.assert_close(torch.ops.loka.onednn_int8_mm(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("name", ["onednn.int8", "onednn.int8_tensorwise"])
 def test_axes_of_one(name: str, role: Role) -> None:

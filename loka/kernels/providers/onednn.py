@@ -60,7 +60,7 @@ def _overflows() -> bool:
     if not IS_ARM:
         return torch._int_mm(codes_1K, codes_1K.t()).item() != k * 127**2
     scale = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-    return onednn_int8_mm(codes_1K, scale, codes_1K, scale, None, torch.float32).item() != k * 127**2
+    return onednn_int8_mm(codes_1K, scale, codes_1K, scale, None, torch.float32, True).item() != k * 127**2
 
 
 def _why_not(problem: GemmProblem, *, by_linear: bool) -> str | None:
@@ -95,14 +95,26 @@ class OnednnInt8:
         return _why_not(problem, by_linear=IS_ARM)
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        if IS_ARM:
-            return torch.ops.loka.onednn_int8_mm(a.codes, a.scale, b.codes, b.scale, bias, out_dtype)
         assert a.scale is not None
         assert b.scale is not None
-        sums_MN, b_scale_1N = _int_sums(a.codes, b.codes), b.scale.t()
-        has_one_scale = self.a_scaling is Scaling.TENSORWISE  # not by its size: of one row there is one too
-        out_MN = sums_MN * (a.scale * b_scale_1N) if has_one_scale else sums_MN * a.scale * b_scale_1N
-        return (out_MN if bias is None else out_MN + bias).to(out_dtype)
+        multiply = torch.ops.loka.onednn_int8_mm if IS_ARM else _multiply_as_they_lie
+        return multiply(a.codes, a.scale, b.codes, b.scale, bias, out_dtype, self.a_scaling is Scaling.TENSORWISE)
+
+
+def _multiply_as_they_lie(
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale_N1: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    one_scale: bool,
+) -> Tensor:
+    """(a·bᵀ)·scales + bias, on x86. ``one_scale`` says whether a has one for all its values; its size does not, since a single
+    row has one too."""
+    sums_MN, b_scale_1N = _int_sums(a_MK, b_NK), b_scale_N1.t()
+    out_MN = sums_MN * (a_scale * b_scale_1N) if one_scale else sums_MN * a_scale * b_scale_1N
+    return (out_MN if bias_N is None else out_MN + bias_N).to(out_dtype)
 
 
 def _int_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
@@ -265,13 +277,21 @@ def _zero() -> Tensor:
 
 @op("onednn_int8_mm", "CPU")
 def onednn_int8_mm(
-    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale_N1: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    one_scale: bool,
 ) -> Tensor:
-    """(a·bᵀ)·scales + bias, on Arm. oneDNN applies a tensor scale of a. Row scales of a, and those of b, are applied in passes
-    over the sums."""
+    """The same on Arm. oneDNN applies a tensor scale of a. Row scales of a, and those of b, are applied in passes over the
+    sums."""
     if not a_MK.shape[0]:  # as an exported program may be given
         return a_MK.new_empty((0, b_NK.shape[0]), dtype=out_dtype)
-    rowwise = a_scale.numel() != 1
+    if not IS_ARM:  # such a program was exported on Arm; by the quantized linear layer it would take a thousand times as long
+        return _multiply_as_they_lie(a_MK, a_scale, b_NK, b_scale_N1, bias_N, out_dtype, one_scale)
+    rowwise = not one_scale
     out_MN = torch.ops.onednn.qlinear_pointwise.tensor(
         a_MK,
         a_scale.new_ones(1) if rowwise else a_scale.flatten(),
@@ -296,7 +316,15 @@ def onednn_int8_mm(
 
 
 @fake_of("onednn_int8_mm")
-def _(a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale_N1: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _(
+    a_MK: Tensor,
+    a_scale: Tensor,
+    b_NK: Tensor,
+    b_scale_N1: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    one_scale: bool,
+) -> Tensor:
     return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
 
 
