@@ -113,8 +113,10 @@ def _multiply_as_they_lie(
     """(a·bᵀ)·scales + bias, on x86. ``one_scale`` says whether a has one for all its values; its size does not, since a single
     row has one too."""
     sums_MN, b_scale_1N = _int_sums(a_MK, b_NK), b_scale_N1.t()
-    out_MN = sums_MN * (a_scale * b_scale_1N) if one_scale else sums_MN * a_scale * b_scale_1N
-    return (out_MN if bias_N is None else out_MN + bias_N).to(out_dtype)
+    # Eager, each operation is a pass over the product: one where there is one scale, two otherwise.
+    scaled_MN, scale = (sums_MN, a_scale * b_scale_1N) if one_scale else (sums_MN * a_scale, b_scale_1N)
+    out_MN = scaled_MN * scale if bias_N is None else torch.addcmul(bias_N, scaled_MN, scale)
+    return out_MN.to(out_dtype)
 
 
 def _int_sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
