@@ -139,15 +139,15 @@ def check_plan(
     trial = _Trial(model, held_out, loss, plan.document.goal, repeats, on_missing, example, learned)
     as_it_runs = without_fast_path() if is_training else nullcontext()  # a trained model is judged in eval mode
     with _without_a_trace(model, learned), _room_to_compile(model), as_it_runs:
-        if not _runs(model, lambda: losses(model, held_out[:1], loss)):  # nothing that a plan does would show
+        high, again = losses(model, held_out, loss), list[float]()
+        if not _runs(model, lambda: again.extend(losses(model, held_out, loss))):  # nothing that a plan does would show
             raise InvalidInput(
                 "loss(model, batch) called neither the model that it was given nor a layer of it: it must run it"
             )
-        high = losses(model, held_out, loss)
         baseline_loss = statistics.fmean(high)
         if not math.isfinite(baseline_loss) or baseline_loss == 0:
             raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
-        _require_repeatable(high, losses(model, held_out, loss), max(limit, LEAST_DIFFERENCE) * abs(baseline_loss))
+        _require_repeatable(high, again, max(limit, LEAST_DIFFERENCE) * abs(baseline_loss))
         rounds: list[Round] = []
         alone = _Alone(trial, high)
         while True:

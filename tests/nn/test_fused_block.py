@@ -211,10 +211,16 @@ def test_chains_go_on_where_a_norm_is_missing(
 def test_any_shape(
     emulated: torch.device, m: int, k: int, n: int, block: int | None, activation: str, bias: bool, entry: bool
 ) -> None:
-    """Relu is left out: where its mask flips, a handful of rows differs by more than any number of them on average."""
+    """Relu is left out: where its mask flips, a handful of rows differs by more than any number of them on average. Hard-swish
+    has kinks too, which one row alone may show."""
     torch.manual_seed(m + k + n)
     norm = loka.BlockNorm(k, block or 256) if entry else None
-    check(FusedChain([make_block(k, n, bias=bias, activation=activation, block=block)], entry=norm), m, emulated, slack=0.06)
+    check(
+        FusedChain([make_block(k, n, bias=bias, activation=activation, block=block)], entry=norm),
+        m,
+        emulated,
+        slack=0.06 + 0.2 / m,
+    )
 
 
 @pytest.mark.parametrize("norms", [(32, 256), (None, None), (None, 32), (256, None)], ids=str)
