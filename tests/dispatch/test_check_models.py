@@ -1,7 +1,11 @@
-"""The joint check on models and losses of other kinds: with routers, nested tensors, and random numbers of their own."""
+"""The joint check on models, losses and batches of other kinds: with routers, nested tensors, random numbers of their own, and
+those that no check can be made with."""
+
+from typing import Any
 
 import pytest
 import torch
+from checked import BATCHES, SITES, loss
 from plans import ROWWISE, batch, plan_for, tower
 from torch import Tensor, nn
 
@@ -125,3 +129,57 @@ def test_a_loss_that_has_surely_risen_is_told_though_rounding_costs_nothing() ->
     checked = loka.check_plan(model, plan, [x] * 4, loss=lambda model, x: 1 + (model(x).mean() - exact) / change, **LIMITS)
     assert checked.rounds[0].change == LossChange(*map(pytest.approx, (1.0, 1.0)), pytest.approx(0, abs=0.01))
     assert checked.given_back == ("0",)
+
+
+def test_a_loss_that_runs_another_model_is_refused() -> None:
+    """Nothing that a plan does would show in it."""
+    other = tower()
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+
+    def of_the_other(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(other, x) + 0 * sum(parameter.sum() for parameter in model.parameters())
+
+    with pytest.raises(InvalidInput, match=r"loss\(model, batch\) called neither the model"):
+        loka.check_plan(tower(), plan, BATCHES, loss=of_the_other, repeats=1)
+
+
+class InTrainingAlone(nn.Module):
+    """Has a tower of its own for training, as one that learns from another loss has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.extra, self.head = nn.Linear(24, 32), nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return self.head(self.extra(h).relu() if self.training else h)
+
+
+@pytest.mark.parametrize("sites", [["extra"], ["first", "extra"]])
+def test_planned_layers_that_the_batches_do_not_reach_are_no_error(sites: list[str]) -> None:
+    plan = plan_for(InTrainingAlone(), dict.fromkeys(sites, ROWWISE))
+    checked = loka.check_plan(InTrainingAlone(), plan, BATCHES, loss=loss, max_loss_change=0.0, min_speedup=0, repeats=1)
+    assert set(checked.given_back) == {*sites} - {"extra"}
+
+
+@pytest.mark.parametrize("one", [BATCHES[0], {"x": BATCHES[0]}, "batches.pt"])
+def test_one_batch_that_is_no_list_of_them_is_refused(one: Any) -> None:
+    with pytest.raises(InvalidInput, match="batches must be several, in a list or a loader, got one"):
+        loka.check_plan(tower(), plan_for(tower(), {}), one, loss=loss)
+    with pytest.raises(InvalidInput, match="max_loss_change must be at least 0, got -1"):
+        loka.check_plan(tower(), plan_for(tower(), {}), BATCHES, loss=loss, max_loss_change=-1.0)
+
+
+def test_a_model_a_part_of_which_is_planned_is_refused() -> None:
+    """It would be taken for high precision."""
+    model = tower()
+    loka.apply_plan(model.top, plan_for(model.top, {"0": ROWWISE}))
+    for call in (
+        lambda: loka.check_plan(model, plan_for(tower(), {}), BATCHES, loss=loss),
+        lambda: loka.apply_plan(model, plan_for(tower(), {"bottom": ROWWISE}), on_missing="high_precision"),
+    ):
+        with pytest.raises(InvalidInput, match=r"applied to a part of this model, top: loka\.restore that part first"):
+            call()
+    loka.restore(model.top)
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
