@@ -51,11 +51,12 @@ def brute_force(one: SiteSurvey, goal: Goal, limit: float, noise: float = math.i
                 reads.setdefault(source.tensor, set()).add(form)
         total = cast_us(TensorName.W, reads.get(TensorName.W, set()), M) if goal is Goal.TRAINING else 0.0
         copy_us = casts.get((TensorName.W, frozenset(["bf16"])), {M: 0.0})[M] if goal is Goal.TRAINING else 0.0
-        is_plain, was_copied = all(c.kernel == BASELINE for c in triple), False
+        is_plain, was_copied, was_run = all(c.kernel == BASELINE for c in triple), False, False
         for m, count in one.calls.items():
             nearest = next((other for other in measured if other >= m), measured[-1])
             runs = triple if all(nearest in c.gemm_us for c in triple) else [at[role, BASELINE] for role in roles]
             total += count * sum(c.gemm_us[nearest] for c in runs)
+            was_run |= runs is triple
             if runs is triple:
                 total += count * sum(cast_us(t, forms, nearest) for t, forms in reads.items() if t is not TensorName.W)
             if is_plain or runs is not triple:
@@ -63,6 +64,8 @@ def brute_force(one: SiteSurvey, goal: Goal, limit: float, noise: float = math.i
             else:
                 total += count * copy_us * sum(c.kernel == BASELINE and c.role is not Role.WGRAD for c in triple)
         total += copy_us * was_copied
+        if not is_plain and not was_run:
+            return math.inf  # it takes none of the rows that are there, and is no choice
         if not one.blocks:
             return total
         (beside,) = one.blocks
