@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -23,7 +23,13 @@ _GOODBYE_S = 10.0  # for a process that waits to be told to end by itself
 
 
 class WorkerLost(RuntimeError):
-    """The process died, or raised: what it said is on its stderr. Or it took too long."""
+    """The process died, or raised: why, and the rest is on its stderr. Or it took too long."""
+
+
+class _Raised(NamedTuple):
+    """The last thing that a process says."""
+
+    reason: str
 
 
 class Worker(Generic[Item, Prepared]):
@@ -64,9 +70,13 @@ class Worker(Generic[Item, Prepared]):
                 if request is not None:
                     self._here.send(request)
                 if self._here.poll(left_s):
-                    return self._here.recv()
+                    answer = self._here.recv()
+                    if not isinstance(answer, _Raised):
+                        return answer
+                    why_lost = f"{why_lost}: {answer.reason}"
+                else:
+                    why_lost = f"not ready after {self._limit_s:.0f} s"
                 self.stop()
-                why_lost = f"not ready after {self._limit_s:.0f} s"
             self._why_lost = why_lost
         raise WorkerLost(self._why_lost)
 
@@ -143,12 +153,22 @@ def _set_environment(values: Mapping[str, str | None]) -> None:
 
 def _work(there: Connection, prepare: Callable[[Any], object], item: Any) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
-    prepared = prepare(item)
+    prepared = _of(prepare, item, there)
     with suppress(EOFError, BrokenPipeError):  # nobody asks any more
         there.send(None)
         while True:
-            function = there.recv()
-            there.send(function(prepared))
+            there.send(_of(there.recv(), prepared, there))
+
+
+def _of(function: Callable[[Any], Result], given: Any, there: Connection) -> Result:
+    """What ``function`` returns; what it raises is the last that is heard of this process."""
+    try:
+        return function(given)
+    except Exception as error:
+        from loka.measure.failure import reason_of  # loads torch, for seconds: not where a process begins
+
+        there.send(_Raised(reason_of(error)))
+        raise
 
 
 def _end_with_parent() -> None:

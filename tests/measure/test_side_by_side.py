@@ -46,6 +46,7 @@ def test_one_whose_process_is_lost_is_tried_again_alone(tmp_path: Path, how: str
     names = [f"{how} {when} once", "well", "behind it", f"{how} {when}", "last"]
     results = list(prepared_side_by_side([(name, log) for name in names], prepare, run, workers=2, limit_s=60, lost=lost))
     told = f"{how} {when}: its process ended" + (" while it was made ready" if when == "in prepare" else "")
+    told += f": {how} {when}" if how == "raises" else ""
     assert [name for name, _, _ in results] == ["well", f"{how} {when} once", "behind it", told, "last"]
     assert all(is_same for _, is_same, _ in results)
     assert os.getpid() not in {process for _, _, process in results}
