@@ -22,7 +22,7 @@ from loka.train.model_arms import ARMS, BASELINE, ModelArm
 from loka.train.model_bench import Cell, ModelBench, Ready, release_memory
 from loka.train.step_timer import StepTimer
 
-READY_LIMIT_S = 240.0  # for an arm to be built and compiled, beside others
+READY_LIMIT_S = 420.0  # for an arm to be built and compiled, beside others; an InterFormer takes up to 300
 
 Result = TypeVar("Result")
 
