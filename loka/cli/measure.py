@@ -25,6 +25,7 @@ def measure(
         list[str] | None, Parameter(help="Names; all that make sense on the device if not given.", consume_multiple=True)
     ] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
+    compiled: Annotated[bool, Parameter(help="On a CPU: for a model that serves under torch.compile.")] = False,
 ) -> None:
     """Measure error and time of every kernel at every site that the record in RUN knows; writes RUN/survey.json.
 
@@ -38,10 +39,13 @@ def measure(
 
     record, folder = Record.load(run), file_in(run, "record.safetensors").parent
     try:
-        survey = measure_record(record, kernels=kernels, device=device, out=folder, progress=for_this_output())
+        survey = measure_record(
+            record, kernels=kernels, device=device, compiled=compiled, out=folder, progress=for_this_output()
+        )
     except KeyboardInterrupt:
         again = ["loka", "measure", str(run), *(["--kernels", *kernels] if kernels else [])]
         again += ["--device", device] if device != "auto" else []
+        again += ["--compiled"] if compiled else []
         print(f"\nstopped: run `{shlex.join(again)}` to continue where it stopped", file=sys.stderr)
         sys.exit(130)
     _print(survey)
@@ -62,7 +66,8 @@ def _table(survey: "Survey") -> Table:
     environment = survey.document.environment
     header = ["site", "rows×in×out", *Role]
     title = f"Per role: the fastest GEMM with {GATE} up to {MAX_ERROR}, its speed-up without casts, and its error"
-    table = plain_table(f"{title}, on {environment.device}", header)
+    compiled = ", fprop compiled and with the cast of x" if survey.document.compiled else ""
+    table = plain_table(f"{title}, on {environment.device}{compiled}", header)
     for site in survey.sites:
         rows = by_frequency(site.calls)[0] if site.calls else 0
         table.add_row(site.site, f"{rows}×{site.k}×{site.n}", *(_cell(site, role, rows) for role in Role))

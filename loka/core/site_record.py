@@ -68,6 +68,7 @@ class SiteFacts:
     needs_dw: bool = True  # and whether its weight does
     cast_in_step: bool = False  # whether its optimizer casts the weight in the pass that steps it, where kernels can
     read_by: str | None = None  # a function that reads its parameters without calling it
+    across: int | None = None  # where x lies transposed, as behind ``x.mT``, how many rows lie across
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -158,6 +159,7 @@ class SiteRecord(SiteFacts):
             trains=self.trains or other.trains,
             needs_dx=self.needs_dx or other.needs_dx,
             needs_dw=self.needs_dw or other.needs_dw,
+            across=self.across if self.across == other.across else None,
             calls={m: share * self.calls.get(m, 0.0) + (1 - share) * other.calls.get(m, 0.0) for m in sizes},
             notes=tuple(note for note in notes if note != NEVER_CALLED or not sizes),
             statistics=self._merged_statistics(other),

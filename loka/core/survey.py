@@ -25,12 +25,13 @@ from loka.core.vectors import read_vectors, vectors_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/6"  # 1 had no misread_backward, and nothing to make it from
+SCHEMA = "loka.survey/7"  # 1 had no misread_backward, and nothing to make it from
 same_fields(
     "loka.survey/2",  # without ``entry``: blocks cast their inputs
     "loka.survey/3",  # without ``stays``: apply_plan says then where nothing can stand in for a site
     "loka.survey/4",  # without ``in_step_us``: weights are cast after steps
     "loka.survey/5",  # without ``record``
+    "loka.survey/6",  # without ``compiled``: nothing was timed so
 )
 GATE = "mere_floored"  # the one of a candidate's errors that plans are held to
 BLOCK_KERNEL = "triton.block"  # the fused kernel of every block
@@ -147,6 +148,7 @@ class SurveyDocument(Struct, frozen=True):
     ceiling: Ceiling | None = None
     findings: tuple[str, ...] = ()
     record: str = ""  # the id of the Record it was measured on
+    compiled: bool = False  # whether forward on a CPU was timed as torch.compile makes it, casts of x in the time of the GEMM
 
     @property
     def digest(self) -> str:

@@ -92,12 +92,12 @@ class Partial:
             os.fsync(file.fileno())
 
 
-def identity_of(record: Record, kernels: tuple[str, ...], environment: Environment) -> str:
+def identity_of(record: Record, kernels: tuple[str, ...], environment: Environment, *, compiled: bool = False) -> str:
     """What must be the same for a measurement to go on: the record and what it learned, kernels, machine and versions."""
     # Facts too: with an example, the same weights and data may have been probed for other heads and blocks.
     sites = {name: [site.facts, _sum(site.weight_NK), _learned(site)] for name, site in record.sites.items()}
     machine = [environment.device, environment.loka, sorted(environment.libraries.items())]
-    parts = [record.fingerprint, record.steps_seen, record.dtype, record.findings, kernels, machine, sites]
+    parts = [record.fingerprint, record.steps_seen, record.dtype, record.findings, kernels, machine, sites, compiled]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
 
 

@@ -2,6 +2,7 @@
 
 What is timed together is interleaved: the baseline and all other products of a role, all casts of a tensor. Products read
 operands that were cast before, weights rotated past the cache; casts read activations warm, as a model has just written them.
+For a compiled model on a CPU, fprop's product is timed with its cast of x, amid operations that are compiled with both.
 """
 
 from collections.abc import Iterable
@@ -18,9 +19,11 @@ from loka.kernels.casting import CastProblem
 from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form
+from loka.kernels.providers.torch_casts import room_to_compile
+from loka.measure.amid_model import LEAST_US, between_relus, plain_layer
 from loka.measure.error import require_device
 from loka.measure.failure import told
-from loka.measure.parts import Option, SiteParts, SiteTensors, is_compiled
+from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel, is_compiled
 from loka.measure.timing import BUDGET_S, TimedCall, time_together, whole_rotations
 from loka.numerics.formats import torch_dtype
 
@@ -38,18 +41,22 @@ class TimedShape:
     dtype: Format
     weight_dtype: Format
     has_bias: bool
-    cast_in_step: bool = False  # as a SiteRecord says it of its weight
+    cast_in_step: bool = False  # as a SiteRecord says it of its weight,
+    across: int | None = None  # and of its x
 
     @classmethod
     def of(cls, site: SiteRecord, m: int, dtype: Format) -> "TimedShape":
-        return cls(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, site.cast_in_step)
+        across = site.across if site.across and m % site.across == 0 else None
+        return cls(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, site.cast_in_step, across)
 
 
 class Speeds:
     """Times by problem, on one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, compiled: bool = False) -> None:
+        """``compiled``: for a model that torch.compile has made, on a CPU."""
+        self.device = device
+        self.compiled = compiled
         self._products: dict[tuple[TimedShape, Option], float | str] = {}
         self._casts: dict[tuple[TimedShape, TensorName, Forms], float | str] = {}
         self._in_step: dict[tuple[TimedShape, Forms], float | None] = {}  # None: no step makes them, or it failed
@@ -57,7 +64,7 @@ class Speeds:
 
     def refusal(self, option: Option, shape: TimedShape) -> str | None:
         """Why the option's kernel does not take the shape, or None."""
-        problem = GemmProblem.of(option.role, shape.shape, shape.dtype, device_of(self._device))
+        problem = GemmProblem.of(option.role, shape.shape, shape.dtype, device_of(self.device))
         return why_not(KERNELS.get(option.kernel), problem)
 
     def products_us(self, options: Iterable[Option], shape: TimedShape) -> dict[Option, float | str]:
@@ -68,16 +75,27 @@ class Speeds:
         by_role: dict[Role, list[Option]] = {}
         for option in options:
             by_role.setdefault(option.role, []).append(option)
-        for alike in by_role.values():
+        for role, alike in by_role.items():
             if all((shape, option) in self._products for option in alike):
                 continue
-            calls: dict[Option, TimedCall] = {option: partial(self._parts(shape).multiply, option) for option in alike}
-            self._products.update({(shape, option): time for option, time in self._time(calls, shape).items()})
+            time = self._time_amid_model if self.compiled and role is Role.FPROP else self._time_products
+            self._products.update({(shape, option): time_us for option, time_us in time(alike, shape).items()})
         return {option: self._products[shape, option] for alike in by_role.values() for option in alike}
 
     def casts_us(self, name: TensorName, sets: Iterable[Forms], shape: TimedShape) -> dict[Forms, float | str]:
         """The time to cast a tensor into each set of forms, or the message of the failure."""
         sets = list(sets)
+        if self.compiled and name is TensorName.X:
+            return self._casts_beside_fprop(sets, shape)
+        return self._casts_alone(name, sets, shape)
+
+    def _casts_beside_fprop(self, sets: list[Forms], shape: TimedShape) -> dict[Forms, float | str]:
+        """Amid a model the products of fprop, which alone reads x as it is, hold the time of their casts."""
+        others = {forms: tuple(form for form in forms if form.transposed) for forms in sets}
+        timed = self._casts_alone(TensorName.X, [forms for forms in dict.fromkeys(others.values()) if forms], shape)
+        return {forms: timed[other] if other else 0.0 for forms, other in others.items()}
+
+    def _casts_alone(self, name: TensorName, sets: list[Forms], shape: TimedShape) -> dict[Forms, float | str]:
         new = [forms for forms in sets if (shape, name, forms) not in self._casts]
         calls: dict[Forms, TimedCall] = {forms: partial(self._parts(shape).cast, name, forms) for forms in new}
         self._casts.update({(shape, name, forms): time for forms, time in self._time(calls, shape).items()})
@@ -93,7 +111,7 @@ class Speeds:
     def release(self) -> None:
         """Let the tensors of the last shape go, for other processes too: of a wide layer they take gigabytes."""
         self._parts.cache_clear()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def is_compiled(self, name: TensorName, form: Form, shape: TimedShape) -> bool:
@@ -101,12 +119,35 @@ class Speeds:
         m, k, n = shape.shape.m, shape.shape.k, shape.shape.n
         rows, cols = {TensorName.X: (m, k), TensorName.DY: (m, n), TensorName.W: (n, k)}[name]
         format = shape.weight_dtype if name is TensorName.W else shape.dtype
-        return is_compiled(form, CastProblem(name, rows, cols, format, device_of(self._device)))
+        return is_compiled(form, CastProblem(name, rows, cols, format, device_of(self.device)))
 
     def _make_parts(self, shape: TimedShape) -> SiteParts:
         dtype, weight_dtype = torch_dtype(shape.dtype), torch_dtype(shape.weight_dtype)
-        tensors = SiteTensors.random(shape.shape, dtype, self._device, weight_dtype=weight_dtype, has_bias=shape.has_bias)
+        tensors = SiteTensors.random(shape.shape, dtype, self.device, weight_dtype=weight_dtype, has_bias=shape.has_bias)
         return SiteParts(tensors)
+
+    def _time_products(self, options: list[Option], shape: TimedShape) -> dict[Option, float | str]:
+        return self._time({option: partial(self._parts(shape).multiply, option) for option in options}, shape)
+
+    def _time_amid_model(self, options: list[Option], shape: TimedShape) -> dict[Option, float | str]:
+        """What torch's own layer takes alone, and what each option takes more or less than it between compiled operations."""
+        parts, baseline = self._parts(shape), baseline_kernel(shape.dtype)
+        calls: dict[Option | str, TimedCall] = {
+            "alone": plain_layer(parts, shape.across),
+            "torch": between_relus(parts, None, shape.across),
+            **{option: between_relus(parts, option, shape.across) for option in options if option.kernel != baseline},
+        }
+        with room_to_compile():
+            times = self._time(calls, shape)
+        alone_us, torch_us = times.pop("alone"), times.pop("torch")
+        made: dict[Option, float | str] = {}
+        for option in options:
+            time_us = torch_us if option.kernel == baseline else times[option]
+            if isinstance(alone_us, str) or isinstance(torch_us, str) or isinstance(time_us, str):
+                made[option] = next(told for told in (alone_us, torch_us, time_us) if isinstance(told, str))
+            else:
+                made[option] = max(LEAST_US, alone_us + time_us - torch_us)
+        return made
 
     def _time_in_step(self, sets: list[Forms], shape: TimedShape) -> dict[Forms, float | None]:
         added: dict[Forms, float | None] = dict.fromkeys(sets)
@@ -132,7 +173,7 @@ class Speeds:
             if len(calls) > 1:
                 return {key: time for one, call in calls.items() for key, time in self._time({one: call}, shape).items()}
             (key,) = calls
-            require_device(key.kernel if isinstance(key, Option) else "a cast", self._device, told(failure))
+            require_device(key.kernel if isinstance(key, Option) else "a cast", self.device, told(failure))
             return {key: told(failure)}
 
     def _time_together(self, calls: dict[Key, TimedCall], shape: TimedShape) -> dict[Key, float | str]:
@@ -141,10 +182,10 @@ class Speeds:
             for turn in range(copies):  # makes the casts that it reads
                 call(turn)
         names = {str(index): key for index, key in enumerate(calls)}
-        kind = self._device.type
+        kind = self.device.type
         times = time_together(
             {name: calls[key] for name, key in names.items()},
-            self._device,
+            self.device,
             turns=whole_rotations(copies) if kind == "cuda" else copies,
             rounds=ROUNDS[kind],
             budget_s=BUDGET_S[kind],

@@ -17,6 +17,7 @@ from loka.core.site_record import SiteRecord
 from loka.core.survey import BLOCK_KERNEL, GATE, SiteSurvey, Survey, SurveyDocument
 from loka.kernels.contract import KERNELS, is_oracle
 from loka.kernels.device import device_named, device_of
+from loka.measure.amid_model import require_compiler
 from loka.measure.block import Blocks, block_shape, is_fused
 from loka.measure.block_parts import BlockShape
 from loka.measure.ceiling import describe_ceiling, measure_ceiling, with_blocks
@@ -44,26 +45,31 @@ def measure(
     *,
     kernels: Iterable[str] | None = None,
     device: str | torch.device | None = None,
+    compiled: bool = False,
     out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Survey:
     """Measure every able kernel at every site and role of ``record``: its error on what was learned there, its times here.
 
-    ``kernels`` are names, by default all that make sense on the device; ``device`` is by default the GPU if there is one. With
-    a folder ``out``, results are written after every site and a measurement that was interrupted goes on; the finished Survey
-    is saved there. A kernel that raises, hangs or returns nonsense is listed with its reason; should one break the GPU for this
+    ``kernels`` are names, by default all that make sense on the device; ``device`` is by default the GPU if there is one.
+    ``compiled`` is for a model that serves under torch.compile on a CPU: forward is timed as it is compiled amid other
+    operations, which takes most of the casts' time away. On a GPU, times hold for compiled models anyway. With a folder
+    ``out``, results are written after every site and a measurement that was interrupted goes on; the finished Survey is saved
+    there. A kernel that raises, hangs or returns nonsense is listed with its reason; should one break the GPU for this
     process, ``BrokenDevice`` is raised, and the next call with the same ``out`` goes on without it. ``progress``, such as
     ``loka.core.progress.for_this_output()``, shows every site; without it the call is silent.
     """
     require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
     where = device_named(str(device or "auto"))
     names = chosen_kernels(record, kernels, where)
-    environment = current_environment(device_of(where))
+    environment, compiled = current_environment(device_of(where)), compiled and where.type == "cpu"
+    if compiled:
+        require_compiler()
     with nullcontext() if out is None else alone_in(out):
-        partial = Partial(None if out is None else Path(out), identity_of(record, names, environment))
+        partial = Partial(None if out is None else Path(out), identity_of(record, names, environment, compiled=compiled))
         outside = torch.autocast(where.type, enabled=False)  # under it baseline and reference would run in its dtype
         with progress or Silent() as shown, one_triton_cache(where.type), outside:
-            document = _measure(record, names, where, environment, partial, shown)
+            document = _measure(record, names, Speeds(where, compiled=compiled), environment, partial, shown)
         survey = Survey(document, _vectors(record, document))
         if out is not None:
             survey.save(out)
@@ -103,9 +109,9 @@ def _require_one(names: list[str], device: torch.device) -> None:
 
 
 def _measure(
-    record: Record, names: tuple[str, ...], device: torch.device, environment: Environment, partial: Partial, shown: Progress
+    record: Record, names: tuple[str, ...], speeds: Speeds, environment: Environment, partial: Partial, shown: Progress
 ) -> SurveyDocument:
-    speeds = Speeds(device)
+    device = speeds.device
     ceiling = measure_ceiling(record, speeds, names[0], environment)
     shown.say(describe_ceiling(ceiling, record))
     done = partial.sites
@@ -135,6 +141,7 @@ def _measure(
         ceiling=with_blocks(ceiling, surveyed),
         findings=tuple(f"{finding.site}: {finding.message}" for finding in record.findings),
         record=record.id,
+        compiled=speeds.compiled,
     )
 
 

@@ -51,6 +51,7 @@ class Call:
     is_first_backward: bool = True  # of several through this call
     x_close: Close | None = None
     dy_close: Close | None = None
+    across: int | None = None  # as in the site's facts
 
 
 @dataclass
@@ -183,7 +184,7 @@ def _site_hook(seen: Watch, name: str, take: "_Take", features: int) -> Any:
         m = math.prod(x.shape[:-1])
         if not m or m != math.prod(y.shape[:-1]):
             return
-        call = Call(m, take.rows(x), y.dtype, x.requires_grad, x_close=take.closely(x, features))
+        call = Call(m, take.rows(x), y.dtype, x.requires_grad, x_close=take.closely(x, features), across=rows_across(x))
         seen.calls.setdefault(name, []).append(call)
         if seen.running is not None:
             seen.running.called.add(name)
@@ -191,6 +192,13 @@ def _site_hook(seen: Watch, name: str, take: "_Take", features: int) -> Any:
             on_gradient(y, lambda dy: _note_gradient(seen.calls[name], call, take.rows(dy), take.closely(dy, features)))
 
     return hook
+
+
+def rows_across(x: Tensor) -> int | None:
+    """Where ``x`` lies transposed, as behind ``x.mT``, how many of its rows lie across, side by side in every feature."""
+    if x.ndim < 2 or x.layout is not torch.strided or x.stride(-1) <= 1 or x.stride(-2) != 1:
+        return None
+    return x.shape[-2] if x.shape[-2] > 1 and x.shape[-1] > 1 else None
 
 
 def largest_magnitude(values: Tensor) -> Tensor:

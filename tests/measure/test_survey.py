@@ -374,8 +374,8 @@ def test_tensors_that_were_timed_are_let_go_before_children_and_blocks_need_the_
     timed: list[TimedShape] = []
 
     class Watched(Speeds):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
+        def __init__(self, device: torch.device, *, compiled: bool) -> None:
+            super().__init__(device, compiled=compiled)
             made.append(self)
 
         def _make_parts(self, shape: TimedShape) -> SiteParts:

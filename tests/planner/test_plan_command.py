@@ -97,7 +97,7 @@ def test_without_a_survey_it_says_how_to_get_one(tmp_path: Path) -> None:
         run(f"plan {tmp_path}")
 
 
-@pytest.mark.parametrize("older", [f"loka.survey/{version}" for version in range(2, 6)])
+@pytest.mark.parametrize("older", [f"loka.survey/{version}" for version in range(2, 7)])
 def test_an_older_survey_is_planned_from(older: str, surveyed: Path) -> None:
     path = surveyed / "survey.json"
     now = make_plan(Survey.load(surveyed))

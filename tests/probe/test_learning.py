@@ -366,6 +366,20 @@ def test_one_call_that_hands_on_a_gradient_is_enough_to_need_it() -> None:
     assert site.calls == {8: 2.0}
 
 
+def test_a_layer_over_another_axis_is_told_by_how_its_rows_lie() -> None:
+    class OverBoth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over_rows, self.over_features = nn.Linear(6, 5), nn.Linear(12, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.over_features(self.over_rows(x.mT).mT.contiguous())
+
+    sites = probe_steps(OverBoth(), lambda model: model(torch.randn(8, 6, 12)).mean()).sites
+    assert {name: site.across for name, site in sites.items()} == {"over_rows": 12, "over_features": None}
+    assert sites["over_rows"].calls == {96: 1.0}
+
+
 @pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
 def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> None:
     learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)

@@ -229,12 +229,12 @@ def test_a_file_from_before_norms_in_front_is_read(record: Record, tmp_path: Pat
         fields = msgspec.json.decode(file.metadata()["document"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for site in fields["sites"]:
-        for newer in ("entry", "entry_block", "cast_in_step"):
+        for newer in ("entry", "entry_block", "cast_in_step", "across"):
             site.pop(newer, None)
     save_file(tensors, path, metadata={"document": msgspec.json.encode(fields | {"schema": "loka.record/2"}).decode()})
     older = Record.load(path)
-    assert {name: (site.entry, site.cast_in_step) for name, site in older.sites.items()} == dict.fromkeys(
-        record.sites, (None, False)
+    assert {name: (site.entry, site.cast_in_step, site.across) for name, site in older.sites.items()} == dict.fromkeys(
+        record.sites, (None, False, None)
     )
     assert [site.producer for site in older.sites.values()] == [site.producer for site in record.sites.values()]
 
@@ -277,7 +277,7 @@ def test_covariances_of_two_forms_do_not_merge() -> None:
 def test_what_either_run_needed_is_needed_of_both(record: Record) -> None:
     """And what one run alone did not see, the other tells."""
     name = next(iter(record.sites))
-    without = dataclasses.replace(record.sites[name], needs_dx=False, needs_dw=False, notes=("one",))
+    without = dataclasses.replace(record.sites[name], needs_dx=False, needs_dw=False, notes=("one",), across=4)
     needs = dataclasses.replace(record.sites[name], needs_dx=True, needs_dw=True, notes=("two", "one"))
     one, other = (
         dataclasses.replace(record, sites={**record.sites, name: site}, step_us=step_us)
@@ -286,6 +286,7 @@ def test_what_either_run_needed_is_needed_of_both(record: Record) -> None:
     for merged in (one.merge(other), other.merge(one)):
         assert (merged.sites[name].needs_dx, merged.sites[name].needs_dw, merged.step_us) == (True, True, 7.0)
         assert set(merged.sites[name].notes) == {"one", "two"}
+        assert merged.sites[name].across is None  # not always across
     assert dataclasses.replace(record, step_us=5.0).merge(other).step_us == 5.0
 
 

@@ -1,0 +1,119 @@
+"""Forward as torch.compile makes it amid a model on a CPU: what runs is the layer, and what is told is what it takes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from stand_in_records import record_of, site_record
+
+import loka
+from loka.core.errors import InvalidInput
+from loka.core.gemm import Role, SiteShape, TensorName
+from loka.core.recipe import Format, Transform
+from loka.core.survey import Survey
+from loka.kernels.contract import KERNELS
+from loka.kernels.device import device_of
+from loka.kernels.providers.torch_casts import room_to_compile
+from loka.measure.amid_model import LEAST_US, between_relus, plain_layer
+from loka.measure.partial import identity_of
+from loka.measure.parts import Option, SiteParts, SiteTensors
+from loka.measure.speed import Speeds, TimedShape
+
+CPU = torch.device("cpu")
+INT8 = Option("onednn.int8", Role.FPROP)
+FP32 = Option("torch.fp32", Role.FPROP)
+needs_int8 = pytest.mark.skipif(bool(KERNELS.get("onednn.int8").missing(device_of(CPU))), reason="no INT8 on this CPU")
+
+
+def parts_of(m: int, k: int, n: int) -> SiteParts:
+    parts = SiteParts(SiteTensors.random(SiteShape(m, k, n), torch.float32, CPU, has_bias=True))
+    parts.tensors.features[Transform.CENTER] = torch.randn(k)
+    return parts
+
+
+def exact(parts: SiteParts, turn: int, *, relus: bool) -> torch.Tensor:
+    """M×N at float64."""
+    x, w, bias = parts.tensors.x.double(), parts.tensors.weights[turn].double(), parts.tensors.bias
+    assert bias is not None
+    y = (x.relu() if relus else x) @ w.t() + bias.double()
+    return y.relu() if relus else y
+
+
+@needs_int8
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [(None, 1e-6), (INT8, 0.02), (Option("onednn.int8", Role.FPROP, Transform.CENTER), 0.04)],
+    ids=["as torch runs it", "int8", "int8 behind center"],
+)
+def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) -> None:
+    """Whatever the shape, and wherever a feature's values lie; every turn has a weight of its own."""
+    with room_to_compile():
+        for (m, k, n), across in (((48, 40, 24), None), ((48, 40, 24), 8), ((60, 24, 32), None), ((60, 24, 32), 12)):
+            parts = parts_of(m, k, n)
+            run = between_relus(parts, option, across)
+            for turn in (0, 1):
+                y = run(turn)
+                if across:
+                    assert y.shape == (m // across, n, across)
+                    y = y.mT
+                expected = exact(parts, turn, relus=True)
+                distance = (y.reshape(m, n) - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+                assert distance < error
+                plain = plain_layer(parts, across)(turn).reshape(m, n)
+                torch.testing.assert_close(plain.double(), exact(parts, turn, relus=False), rtol=1e-4, atol=1e-4)
+
+
+def test_an_option_takes_what_the_layer_does_and_the_difference_between_the_relus(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = TimedShape(SiteShape(48, 40, 24), Format.FP32, Format.FP32, True)
+    speeds, slow = Speeds(CPU, compiled=True), Option("reference.rowwise", Role.FPROP)
+    free, broken = Option("reference.tensorwise", Role.FPROP), Option("reference.blockwise", Role.FPROP)
+    planted = {"alone": 100.0, "torch": 130.0, INT8: 90.0, slow: 170.0, free: 1.0, broken: "failed: at it"}
+    monkeypatch.setattr(Speeds, "_time", lambda self, calls, shape: {key: planted[key] for key in calls})
+    assert speeds.products_us([FP32, INT8, slow, free, broken], shape) == {
+        FP32: 100.0, INT8: 60.0, slow: 140.0, free: LEAST_US, broken: "failed: at it",
+    }  # fmt: skip
+    planted["torch"] = "failed: no compiler"
+    assert set(Speeds(CPU, compiled=True).products_us([FP32, INT8], shape).values()) == {"failed: no compiler"}
+
+
+def test_what_fprop_reads_of_x_costs_nothing_more_and_the_rest_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = TimedShape(SiteShape(48, 40, 24), Format.FP32, Format.FP32, True)
+    fprop, wgrad = INT8.forms[0], Option("onednn.int8", Role.WGRAD).forms[1]
+    planted = {(wgrad,): 7.0, (fprop,): 5.0}
+    monkeypatch.setattr(Speeds, "_time", lambda self, calls, shape: {key: planted[key] for key in calls})
+    speeds = Speeds(CPU, compiled=True)
+    sets = [(fprop,), (wgrad,), (fprop, wgrad)]
+    assert speeds.casts_us(TensorName.X, sets, shape) == {(fprop,): 0.0, (wgrad,): 7.0, (fprop, wgrad): 7.0}
+    assert speeds.casts_us(TensorName.DY, [(fprop,)], shape) == {(fprop,): 5.0}
+    assert Speeds(CPU).casts_us(TensorName.X, [(fprop,)], shape) == {(fprop,): 5.0}
+
+
+@needs_int8
+@pytest.mark.usefixtures("without_trials")
+def test_a_survey_of_a_compiled_model_says_so_and_can_be_planned_from(tmp_path: Path) -> None:
+    """Rows that lie across are timed so where the rows of a call are that many times some number."""
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)) / 128**0.5
+    record = record_of(site_record("a", weight, calls={64: 2.0, 100: 1.0}, across=32))
+    assert [TimedShape.of(record.sites["a"], m, Format.FP32).across for m in (64, 100)] == [32, None]
+    survey = loka.measure(record, kernels=["onednn.int8"], device="cpu", compiled=True, out=tmp_path)
+    assert survey.document.compiled
+    assert Survey.load(tmp_path).document == survey.document
+    (candidate,) = [c for c in survey.sites[0].candidates if (c.kernel, c.role) == ("onednn.int8", Role.FPROP)]
+    assert set(candidate.gemm_us) == {64, 100}
+    (x_cast,) = [c for c in survey.sites[0].casts if c.tensor is TensorName.X and c.forms == (candidate.forms[0],)]
+    assert set(x_cast.time_us.values()) == {0.0}
+    assert loka.make_plan(survey, goal="serving", min_speedup=0.001).sites[0].is_low_precision
+    assert not loka.measure(record, kernels=["torch.fp32"], device="cpu").document.compiled
+    here = record.environment
+    assert identity_of(record, ("torch.fp32",), here) != identity_of(record, ("torch.fp32",), here, compiled=True)
+
+
+def test_without_a_compiler_it_says_what_is_missing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(function: object, **options: object) -> object:
+        raise RuntimeError("no working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    record = record_of(site_record("a", torch.randn(8, 16)))
+    with pytest.raises(InvalidInput, match=r"no working C\+\+ compiler found.*apt install g\+\+.*without `compiled`"):
+        loka.measure(record, kernels=["torch.fp32"], device="cpu", compiled=True, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
