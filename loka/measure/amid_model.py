@@ -37,25 +37,34 @@ def require_compiler() -> None:
 
 def plain_layer(parts: SiteParts, across: int | None) -> Callable[[int], Tensor]:
     """The layer alone, as torch runs it. ``across`` is that of the site's facts."""
-    x, tensors = _as_it_lies(parts.tensors.x, across), parts.tensors
+    x = _as_it_lies(parts.tensors.x, across)
     x = x.mT if across else x
-    return lambda turn: nn.functional.linear(x, tensors.stored(TensorName.W, turn), tensors.bias)
+    weights, bias_N = _parameters(parts)
+    return lambda turn: nn.functional.linear(x, weights[turn % len(weights)], bias_N)
 
 
 def between_relus(parts: SiteParts, option: Option | None, across: int | None) -> Callable[[int], Tensor]:
     """The layer by ``option``, or as torch runs it, compiled with a ReLU in front and another behind. The weight was cast
     before, as ``freeze`` does it."""
-    x, tensors, run = _as_it_lies(parts.tensors.x, across), parts.tensors, _compiled(option)
+    x, run = _as_it_lies(parts.tensors.x, across), _compiled(option)
+    weights, bias_N = _parameters(parts)
 
     def call(turn: int) -> Tensor:
-        weight_NK = tensors.stored(TensorName.W, turn)
+        weight_NK = weights[turn % len(weights)]
         if option is None:
-            return run(x, weight_NK, None, None, tensors.bias, None)
+            return run(x, weight_NK, None, None, bias_N, None)
         _, form = option.forms
         weight = parts.operand(TensorName.W, form, turn)
-        return run(x, weight_NK, weight.codes, weight.scale, tensors.bias, parts.vectors_of(option.transform, turn))
+        return run(x, weight_NK, weight.codes, weight.scale, bias_N, parts.vectors_of(option.transform, turn))
 
     return call
+
+
+def _parameters(parts: SiteParts) -> tuple[list[Tensor], Tensor | None]:
+    """In the dtype of x: those of a model that serves under autocast are cast once."""
+    tensors = parts.tensors
+    dtype = tensors.x.dtype
+    return [weight_NK.to(dtype) for weight_NK in tensors.weights], None if tensors.bias is None else tensors.bias.to(dtype)
 
 
 def _as_it_lies(x_MK: Tensor, across: int | None) -> Tensor:

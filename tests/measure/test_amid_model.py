@@ -63,6 +63,18 @@ def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) 
                 torch.testing.assert_close(plain.double(), exact(parts, turn, relus=False), rtol=1e-4, atol=1e-4)
 
 
+@needs_int8
+def test_a_layer_under_autocast_multiplies_in_its_dtype() -> None:
+    """Its weight is kept in FP32."""
+    tensors = SiteTensors.random(SiteShape(48, 40, 24), torch.bfloat16, CPU, weight_dtype=torch.float32, has_bias=True)
+    parts = SiteParts(tensors)
+    expected = exact(parts, 0, relus=True)
+    for y in (between_relus(parts, None, None)(0), between_relus(parts, INT8, None)(0)):
+        assert y.dtype is torch.bfloat16
+        assert (y - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
+    assert plain_layer(parts, None)(0).dtype is torch.bfloat16
+
+
 def test_an_option_takes_what_the_layer_does_and_the_difference_between_the_relus(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = TimedShape(SiteShape(48, 40, 24), Format.FP32, Format.FP32, True)
     speeds, slow = Speeds(CPU, compiled=True), Option("reference.rowwise", Role.FPROP)
