@@ -3,9 +3,10 @@
     python benchmarks/plan_cpu.py
 
 Each model, as it is and with the Mods, is trained for a while under a Probe, measured as it serves compiled, planned for
-serving and frozen. It and the model in fp32 without Mods run the same batch in turn, compiled, so that a busy machine slows both
-alike; what counts is the median of the ratios. The change of log-loss is against the same weights in fp32, on held-out examples.
-The preset's layers are 128 wide, and most of its time is spent elsewhere; the other models are the preset with wider layers.
+serving and frozen. It and the model in fp32 without Mods run the same batch in turn, compiled, so that a busy machine slows
+both alike; what counts is the median of the ratios. The change of log-loss is against the same weights in fp32, on held-out
+examples. The preset's layers are 128 wide, and most of its time is spent elsewhere; the other models are the preset with
+wider layers.
 """
 
 import argparse

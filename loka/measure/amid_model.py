@@ -2,12 +2,13 @@
 
 There the cast of x becomes part of the operation in front of the layer, and scales and bias part of the one behind it. By
 themselves, even compiled, they would be passes of their own. So the layer is timed between two ReLUs, by each option and as
-torch runs it, and what counts is the difference.
+torch runs it, and what counts is the difference. A model enters its compiled graph once for all of its layers; entering costs
+as much as a small layer, and not the same by each option. So graphs of one such layer and of several are timed.
 
 Axes:  M rows of the batch,  K in_features,  N out_features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -21,18 +22,28 @@ from loka.kernels.transforms import TransformVectors
 from loka.measure.failure import reason_of
 from loka.measure.parts import Option, SiteParts, executor_of
 
-LEAST_US = 1.0  # of an option, where noise would make its time negative
+SEVERAL = 3  # layers in a graph: as many as weights that are rotated
+MOST_GAIN = 4.0  # 8-bit instructions multiply four values where those of FP32 multiply one: what is more is noise
 
 
 def require_compiler() -> None:
-    """Refuse to measure a compiled model where torch.compile has nothing to compile with."""
+    """Refuse to measure a compiled model where torch.compile is switched off, or has nothing to compile with."""
     try:
-        torch.compile(torch.sin, dynamic=True)(torch.ones(64))
+        _, is_compiled = torch.compile(_compiles)(torch.ones(64))
     except Exception as failure:  # of torch's many kinds
         raise InvalidInput(
             f"torch.compile does not work here ({reason_of(failure)}). It needs a C++ compiler (Debian: `apt install g++`). "
             f"Or measure without `compiled`"
         ) from failure
+    if not is_compiled:
+        raise InvalidInput(
+            "torch.compile is switched off here, by TORCHDYNAMO_DISABLE or torch.compiler.set_stance: switch it on, or measure "
+            "without `compiled`"
+        )
+
+
+def _compiles(x: Tensor) -> tuple[Tensor, bool]:
+    return x.sin(), torch.compiler.is_compiling()
 
 
 def plain_layer(parts: SiteParts, across: int | None) -> Callable[[int], Tensor]:
@@ -43,21 +54,24 @@ def plain_layer(parts: SiteParts, across: int | None) -> Callable[[int], Tensor]
     return lambda turn: nn.functional.linear(x, weights[turn % len(weights)], bias_N)
 
 
-def between_relus(parts: SiteParts, option: Option | None, across: int | None) -> Callable[[int], Tensor]:
-    """The layer by ``option``, or as torch runs it, compiled with a ReLU in front and another behind. The weight was cast
-    before, as ``freeze`` does it."""
-    x, run = _as_it_lies(parts.tensors.x, across), _compiled(option)
-    weights, bias_N = _parameters(parts)
-
-    def call(turn: int) -> Tensor:
-        weight_NK = weights[turn % len(weights)]
-        if option is None:
-            return run(x, weight_NK, None, None, bias_N, None)
-        _, form = option.forms
-        weight = parts.operand(TensorName.W, form, turn)
-        return run(x, weight_NK, weight.codes, weight.scale, bias_N, parts.vectors_of(option.transform, turn))
-
-    return call
+def between_relus(
+    parts: SiteParts, option: Option | None, across: int | None, layers: int = SEVERAL
+) -> Callable[[int], list[Tensor]]:
+    """One graph of ``layers``, by ``option`` or as torch runs them, each between two ReLUs, with an x and a weight of its own.
+    The weights were cast before, as ``freeze`` does it."""
+    turns = range(layers)
+    x = _as_it_lies(parts.tensors.x, across)
+    inputs = [x.clone() for _ in turns]
+    if option is None:
+        run, (weights, bias_N) = _compiled_by_torch(across is not None), _parameters(parts)
+        own = [weights[turn % len(weights)] for turn in turns]
+        return lambda _: run(inputs, own, bias_N)
+    run, (_, form) = _compiled(option, across is not None), option.forms
+    casts = [parts.operand(TensorName.W, form, turn) for turn in turns]
+    codes, scales = [cast.codes for cast in casts], [cast.scale for cast in casts]
+    vectors = [parts.vectors_of(option.transform, turn) for turn in turns]
+    shape = tuple(parts.tensors.weights[0].shape)
+    return lambda _: run(inputs, codes, scales, shape, parts.tensors.bias, vectors)
 
 
 def _parameters(parts: SiteParts) -> tuple[list[Tensor], Tensor | None]:
@@ -73,31 +87,47 @@ def _as_it_lies(x_MK: Tensor, across: int | None) -> Tensor:
 
 
 @cache
-def _compiled(option: Option | None) -> Callable[..., Tensor]:
-    """Once for all shapes."""
-    executor = None if option is None else executor_of(option.kernel, option.transform)
-    forms = None if option is None else option.forms
+def _compiled_by_torch(is_across: bool) -> Callable[..., list[Tensor]]:
+    def run(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> list[Tensor]:
+        return _one_by_one(inputs, lambda x, turn: nn.functional.linear(x, weights[turn], bias_N))
+
+    return _compile(run, is_across)
+
+
+@cache
+def _compiled(option: Option, is_across: bool) -> Callable[..., list[Tensor]]:
+    executor, (x_form, w_form) = executor_of(option.kernel, option.transform), option.forms
 
     def run(
-        x: Tensor,
-        weight_NK: Tensor,
-        codes: Tensor | None,
-        scale: Tensor | None,
+        inputs: Sequence[Tensor],
+        codes: Sequence[Tensor],
+        scales: Sequence[Tensor | None],
+        shape: Sequence[int],
         bias_N: Tensor | None,
-        vectors: TransformVectors | None,
-    ) -> Tensor:
-        is_transposed = x.ndim == 3
-        x = x.relu()
-        rows = x.mT if is_transposed else x
-        if executor is None or forms is None or codes is None:
-            y = nn.functional.linear(rows, weight_NK, bias_N)
-        else:
-            x_form, w_form = forms
-            x_MK = rows.reshape(-1, rows.shape[-1])
-            (x_cast,) = cast(TensorName.X, x_MK, (x_form,), vectors)
-            w_cast = operand_of(w_form, codes, scale, weight_NK.shape)
-            y_MN = executor.multiply(Role.FPROP, {x_form: x_cast}, {w_form: w_cast}, x.dtype, bias_N, vectors)
-            y = y_MN.view(*rows.shape[:-1], y_MN.shape[-1])
-        return (y.mT if is_transposed else y).relu()
+        vectors: Sequence[TransformVectors | None],
+    ) -> list[Tensor]:
+        def layer(x: Tensor, turn: int) -> Tensor:
+            x_MK = x.reshape(-1, x.shape[-1])
+            (x_cast,) = cast(TensorName.X, x_MK, (x_form,), vectors[turn])
+            w_cast = operand_of(w_form, codes[turn], scales[turn], shape)
+            y_MN = executor.multiply(Role.FPROP, {x_form: x_cast}, {w_form: w_cast}, x.dtype, bias_N, vectors[turn])
+            return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
 
-    return torch.compile(run, dynamic=True, fullgraph=True)
+        return _one_by_one(inputs, layer)
+
+    return _compile(run, is_across)
+
+
+def _one_by_one(inputs: Sequence[Tensor], layer: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+    """ReLU, layer, ReLU for every x; one of three axes lies across. Each waits for the one before it, as in a model: otherwise
+    casts of all would be made first, and be out of the cache when they are read."""
+    outputs: list[Tensor] = []
+    for turn, x in enumerate(inputs):
+        x = (x + 0 * outputs[-1][(0,) * x.ndim] if outputs else x).relu()
+        outputs.append((layer(x.mT, turn).mT if x.ndim == 3 else layer(x, turn)).relu())
+    return outputs
+
+
+def _compile(run: Callable[..., list[Tensor]], is_across: bool) -> Callable[..., list[Tensor]]:
+    """Once for all shapes; but across, code for unknown sizes takes up to nine times as long as that of known ones."""
+    return torch.compile(run, dynamic=not is_across, fullgraph=True)

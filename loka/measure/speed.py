@@ -5,9 +5,9 @@ operands that were cast before, weights rotated past the cache; casts read activ
 For a compiled model on a CPU, fprop's product is timed with its cast of x, amid operations that are compiled with both.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form
 from loka.kernels.providers.torch_casts import room_to_compile
-from loka.measure.amid_model import LEAST_US, between_relus, plain_layer
+from loka.measure.amid_model import MOST_GAIN, SEVERAL, between_relus, plain_layer
 from loka.measure.error import require_device
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel, is_compiled
@@ -31,6 +31,7 @@ ROUNDS = {"cuda": 11, "cpu": 9}
 Key = TypeVar("Key")
 Forms = tuple[Form, ...]
 NO_CAST: Forms = ()
+ALONE = (None, 0)  # the layer in no graph
 
 
 @dataclass(frozen=True)
@@ -131,22 +132,18 @@ class Speeds:
 
     def _time_amid_model(self, options: list[Option], shape: TimedShape) -> dict[Option, float | str]:
         """What torch's own layer takes alone, and what each option takes more or less than it between compiled operations."""
-        parts, baseline = self._parts(shape), baseline_kernel(shape.dtype)
-        calls: dict[Option | str, TimedCall] = {
-            "alone": plain_layer(parts, shape.across),
-            "torch": between_relus(parts, None, shape.across),
-            **{option: between_relus(parts, option, shape.across) for option in options if option.kernel != baseline},
+        baseline, parts = baseline_kernel(shape.dtype), self._parts(shape)
+        others = [option for option in options if option.kernel != baseline]
+        graphs = [(option, layers) for option in ((None, *others) if others else ()) for layers in (1, SEVERAL)]
+        calls: dict[tuple[Option | None, int], TimedCall] = {
+            ALONE: _at_first_call(partial(plain_layer, parts, shape.across)),
+            **{(which, n): _at_first_call(partial(between_relus, parts, which, shape.across, n)) for which, n in graphs},
         }
         with room_to_compile():
             times = self._time(calls, shape)
-        alone_us, torch_us = times.pop("alone"), times.pop("torch")
-        made: dict[Option, float | str] = {}
-        for option in options:
-            time_us = torch_us if option.kernel == baseline else times[option]
-            if isinstance(alone_us, str) or isinstance(torch_us, str) or isinstance(time_us, str):
-                made[option] = next(told for told in (alone_us, torch_us, time_us) if isinstance(told, str))
-            else:
-                made[option] = max(LEAST_US, alone_us + time_us - torch_us)
+        made = {option: times[ALONE] for option in options if option.kernel == baseline}
+        for option in others:
+            made[option] = _of_a_layer(times[ALONE], *(times[which, n] for which in (None, option) for n in (1, SEVERAL)))
         return made
 
     def _time_in_step(self, sets: list[Forms], shape: TimedShape) -> dict[Forms, float | None]:
@@ -164,14 +161,16 @@ class Speeds:
         return added
 
     def _time(self, calls: dict[Key, TimedCall], shape: TimedShape) -> dict[Key, float | str]:
-        """The calls interleaved; where one fails, each by itself, so that the others do not go with it."""
+        """The calls interleaved; where one fails, each by itself, so that the others do not go with it, and these once more."""
         if not calls:
             return {}
         try:
             return self._time_together(calls, shape)
         except Exception as failure:  # any library's any error: the reason is the result
             if len(calls) > 1:
-                return {key: time for one, call in calls.items() for key, time in self._time({one: call}, shape).items()}
+                alone = {key: time for one, call in calls.items() for key, time in self._time({one: call}, shape).items()}
+                well = {key: call for key, call in calls.items() if not isinstance(alone[key], str)}
+                return alone | (self._time(well, shape) if len(well) < len(calls) else {})
             (key,) = calls
             require_device(key.kernel if isinstance(key, Option) else "a cast", self.device, told(failure))
             return {key: told(failure)}
@@ -191,3 +190,19 @@ class Speeds:
             budget_s=BUDGET_S[kind],
         )
         return {key: times[name].median_us for name, key in names.items()}
+
+
+def _of_a_layer(*times_us: float | str) -> float | str:
+    """What an option takes, of what torch's layer takes alone and of graphs: of one and of several layers by torch, and by the
+    option. Or the first failure."""
+    known = [time_us for time_us in times_us if not isinstance(time_us, str)]
+    if len(known) < len(times_us):
+        return next(told for told in times_us if isinstance(told, str))
+    alone_us, one_by_torch, by_torch, one, several = known
+    return max(alone_us / MOST_GAIN, alone_us + ((several - one) - (by_torch - one_by_torch)) / (SEVERAL - 1))
+
+
+def _at_first_call(make: Callable[[], TimedCall]) -> TimedCall:
+    """What ``make`` returns, made when it is called: what fails then is that call's failure."""
+    made = cache(make)
+    return lambda turn: made()(turn)

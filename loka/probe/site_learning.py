@@ -36,7 +36,7 @@ class SiteLearning:
         self._samples = 0  # in the statistics
         self._reference_N: Tensor | None = None  # of dy's direction
         self._trains = self._needs_dx = False
-        self._across: int | None = None  # in the last call
+        self._across: set[int | None] = set()  # of all calls
         self._calls: dict[int, int] = {}  # how many, by their rows
         self._bias_norms = History()
         self._wgrad_errors = WgradHistory()
@@ -66,7 +66,7 @@ class SiteLearning:
         for call in calls:
             self._calls[call.m] = self._calls.get(call.m, 0) + call.is_first_backward
             self._needs_dx |= call.needs_dx
-            self._across = call.across
+            self._across.add(call.across)
         x_RK = _joined([call.x_RK for call in calls])
         amax_R1 = [call.x_close.amax.expand(len(call.x_RK), 1) for call in calls if call.x_close is not None]
         x_amax_R1, weight = (_joined(amax_R1), self._some_of_weight()) if amax_R1 else (None, (None, None))
@@ -132,7 +132,7 @@ class SiteLearning:
             trains=self._trains,
             needs_dx=self._needs_dx,
             needs_dw=weight_learns(module),
-            across=self._across,
+            across=next(iter(self._across)) if len(self._across) == 1 else None,
             calls={m: count / samples for m, count in sorted(self._calls.items())},
             norm=block.norm_module,
             norm_kind=block.norm.kind if block.norm else None,

@@ -198,7 +198,12 @@ def rows_across(x: Tensor) -> int | None:
     """Where ``x`` lies transposed, as behind ``x.mT``, how many of its rows lie across, side by side in every feature."""
     if x.ndim < 2 or x.layout is not torch.strided or x.stride(-1) <= 1 or x.stride(-2) != 1:
         return None
-    return x.shape[-2] if x.shape[-2] > 1 and x.shape[-1] > 1 else None
+    across = 1
+    for axis in range(x.ndim - 2, -1, -1):
+        if x.stride(axis) != across:
+            break
+        across *= x.shape[axis]
+    return across if across > 1 and x.shape[-1] > 1 else None
 
 
 def largest_magnitude(values: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Forward as torch.compile makes it amid a model on a CPU: what runs is the layer, and what is told is what it takes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from loka.core.survey import Survey
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.providers.torch_casts import room_to_compile
-from loka.measure.amid_model import LEAST_US, between_relus, plain_layer
+from loka.measure.amid_model import between_relus, plain_layer
 from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.speed import Speeds, TimedShape
+from loka.measure.timing import time_together
 
 CPU = torch.device("cpu")
 INT8 = Option("onednn.int8", Role.FPROP)
@@ -46,13 +48,11 @@ def exact(parts: SiteParts, turn: int, *, relus: bool) -> torch.Tensor:
     ids=["as torch runs it", "int8", "int8 behind center"],
 )
 def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) -> None:
-    """Whatever the shape, and wherever a feature's values lie; every turn has a weight of its own."""
+    """Several of them, whatever the shape, and wherever a feature's values lie; each has a weight of its own."""
     with room_to_compile():
         for (m, k, n), across in (((48, 40, 24), None), ((48, 40, 24), 8), ((60, 24, 32), None), ((60, 24, 32), 12)):
             parts = parts_of(m, k, n)
-            run = between_relus(parts, option, across)
-            for turn in (0, 1):
-                y = run(turn)
+            for turn, y in enumerate(between_relus(parts, option, across)(0)):
                 if across:
                     assert y.shape == (m // across, n, across)
                     y = y.mT
@@ -69,7 +69,7 @@ def test_a_layer_under_autocast_multiplies_in_its_dtype() -> None:
     tensors = SiteTensors.random(SiteShape(48, 40, 24), torch.bfloat16, CPU, weight_dtype=torch.float32, has_bias=True)
     parts = SiteParts(tensors)
     expected = exact(parts, 0, relus=True)
-    for y in (between_relus(parts, None, None)(0), between_relus(parts, INT8, None)(0)):
+    for y, *_ in (between_relus(parts, None, None)(0), between_relus(parts, INT8, None)(0)):
         assert y.dtype is torch.bfloat16
         assert (y - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
     assert plain_layer(parts, None)(0).dtype is torch.bfloat16
@@ -79,13 +79,45 @@ def test_an_option_takes_what_the_layer_does_and_the_difference_between_the_relu
     shape = TimedShape(SiteShape(48, 40, 24), Format.FP32, Format.FP32, True)
     speeds, slow = Speeds(CPU, compiled=True), Option("reference.rowwise", Role.FPROP)
     free, broken = Option("reference.tensorwise", Role.FPROP), Option("reference.blockwise", Role.FPROP)
-    planted = {"alone": 100.0, "torch": 130.0, INT8: 90.0, slow: 170.0, free: 1.0, broken: "failed: at it"}
+    graphs = {
+        None: (150.0, 410.0),
+        INT8: (170.0, 350.0),
+        slow: (150.0, 490.0),
+        free: (150.0, 160.0),
+    }  # of one and of three layers
+    planted: dict[object, float | str] = {
+        (option, n): us for option, both in graphs.items() for n, us in zip((1, 3), both, strict=True)
+    }
+    planted |= {(None, 0): 100.0, (broken, 1): 150.0, (broken, 3): "failed: at it"}
     monkeypatch.setattr(Speeds, "_time", lambda self, calls, shape: {key: planted[key] for key in calls})
     assert speeds.products_us([FP32, INT8, slow, free, broken], shape) == {
-        FP32: 100.0, INT8: 60.0, slow: 140.0, free: LEAST_US, broken: "failed: at it",
+        FP32: 100.0, INT8: 60.0, slow: 140.0, free: 25.0, broken: "failed: at it",
     }  # fmt: skip
-    planted["torch"] = "failed: no compiler"
-    assert set(Speeds(CPU, compiled=True).products_us([FP32, INT8], shape).values()) == {"failed: no compiler"}
+    planted[None, 1] = "failed: no compiler"
+    assert Speeds(CPU, compiled=True).products_us([FP32, INT8], shape) == {FP32: 100.0, INT8: "failed: no compiler"}
+
+
+def test_what_cannot_even_be_built_is_told_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(parts: SiteParts, option: Option | None, across: int | None, layers: int) -> Callable[[int], object]:
+        if option == INT8:
+            raise RuntimeError("cannot be built")
+        return lambda turn: torch.ones(64).relu()
+
+    monkeypatch.setattr("loka.measure.speed.between_relus", built)
+    shape, other = TimedShape(SiteShape(48, 40, 24), Format.FP32, Format.FP32, True), Option("reference.rowwise", Role.FPROP)
+    times = Speeds(CPU, compiled=True).products_us([FP32, INT8, other], shape)
+    assert times.pop(INT8) == "failed: RuntimeError: cannot be built"
+    assert all(isinstance(time_us, float) and time_us > 0 for time_us in times.values())
+
+
+@needs_int8
+def test_across_takes_no_longer_than_it_would_in_a_model() -> None:
+    """Code for unknown sizes takes five to nine times as long there, and a layer that gains seemed to lose."""
+    parts = parts_of(1024, 256, 256)
+    with room_to_compile():
+        calls = {str(across): between_relus(parts, INT8, across) for across in (None, 16)}
+        times = time_together(calls, CPU, turns=1, rounds=7)
+    assert times["16"].median_us < 3 * times["None"].median_us
 
 
 def test_what_fprop_reads_of_x_costs_nothing_more_and_the_rest_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +161,10 @@ def test_without_a_compiler_it_says_what_is_missing_and_writes_nothing(tmp_path:
     with pytest.raises(InvalidInput, match=r"no working C\+\+ compiler found.*apt install g\+\+.*without `compiled`"):
         loka.measure(record, kernels=["torch.fp32"], device="cpu", compiled=True, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_where_torch_compile_is_switched_off_it_says_so() -> None:
+    """It would run eager, and say nothing."""
+    record = record_of(site_record("a", torch.randn(8, 16)))
+    with torch.compiler.set_stance("force_eager"), pytest.raises(InvalidInput, match="switched off here"):
+        loka.measure(record, kernels=["torch.fp32"], device="cpu", compiled=True)

@@ -380,6 +380,12 @@ def test_a_layer_over_another_axis_is_told_by_how_its_rows_lie() -> None:
     assert sites["over_rows"].calls == {96: 1.0}
 
 
+def test_a_layer_whose_rows_lie_now_so_now_so_lies_neither_way() -> None:
+    x = torch.randn(8, 12, 12)
+    site = probe_steps(nn.Linear(12, 12), lambda model: (model(x) + model(x.mT)).mean()).sites[""]
+    assert site.across is None
+
+
 @pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
 def test_a_weight_gradient_that_is_not_finite_is_not_averaged(value: float) -> None:
     learning = SiteLearning(nn.Linear(4, 3), Covariance.FULL)

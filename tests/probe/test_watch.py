@@ -57,6 +57,7 @@ def test_rows_are_taken_of_any_shape_and_layout(shape: list[int], is_transposed:
         (torch.zeros(4, 5, 3).mT, 3),
         (torch.zeros(2, 4, 5, 3).mT, 3),
         (torch.zeros(5, 7).t(), 7),
+        (torch.zeros(2, 5, 4, 3).permute(0, 2, 3, 1), 12),  # an image's channels: all its places lie side by side
         (torch.zeros(4, 5, 1).mT, None),  # one row: it lies as rows do
         (torch.zeros(4, 1, 3).mT, None),
         (torch.zeros(3, 4, 5).transpose(0, 1), None),  # rows are whole, wherever they lie
