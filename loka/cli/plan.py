@@ -66,6 +66,8 @@ def plan(
     for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {made.total}", soft_wrap=True)
+    if survey.document.compiled:
+        out.print("Times are those of a compiled model: serve it under torch.compile. Eager it may gain less, or lose.")
     if (there := id_in(folder)) and there != survey.document.record:
         other = f"The survey in {folder} was measured from a different record than the one there now"
         out.print(f"{other}. To measure the current record: loka measure {quote(str(folder))}", soft_wrap=True)

@@ -119,5 +119,6 @@ def _environment(run: Run) -> tuple[tuple[str, str], ...]:
     fingerprint = next(document.fingerprint for document in documents if document)
     rows = [("device", environment.device), ("LoKA", environment.loka), *environment.libraries.items()]
     rows += [("CUDA", environment.cuda)] if environment.cuda else []
+    rows += [("times", "of a model under torch.compile")] if run.survey and run.survey.compiled else []
     rows += [("Python", environment.python), ("measured", environment.date), ("fingerprint of the model", fingerprint)]
     return tuple(rows)

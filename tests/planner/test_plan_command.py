@@ -75,6 +75,13 @@ def test_a_record_that_cannot_be_read_is_no_other_one(surveyed: Path, capsys: py
     assert "different record" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_it_says_where_times_are_of_a_compiled_model(compiled: bool, surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    Survey(msgspec.structs.replace(Survey.load(surveyed).document, compiled=compiled)).save(surveyed)
+    run(f"plan {surveyed}")
+    assert ("serve it under torch.compile" in capsys.readouterr().out) is compiled
+
+
 def test_it_explains_one_site_and_leaves_the_plan_as_it_is(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
     run(f"plan {surveyed} --goal serving")
     capsys.readouterr()

@@ -490,3 +490,10 @@ def test_numbers_read_well() -> None:
         "30 ± 4",
     ]
     assert plain(change_percent(Estimate(-2e-4, -4e-4, 0.0, 8))) == "−0.020 % ± 0.020 %"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_times_of_a_compiled_model_are_told(compiled: bool, survey: Survey) -> None:
+    document = msgspec.structs.replace(survey.document, compiled=compiled)
+    rows = dict(gather_page(Run(Path("run"), survey=document)).environment)
+    assert rows.get("times") == ("of a model under torch.compile" if compiled else None)
