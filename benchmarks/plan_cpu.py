@@ -65,7 +65,12 @@ def measure_model(name: str, has_mods: bool, batch_size: int, steps: int, repeat
     if has_mods:
         loka.apply_mods(model.dense_part, example=model.dense_inputs(next(data.train(batch_size))))
     record = probed(model, data, batch_size, steps)
-    plans = {compiled: planned(record, compiled=compiled) for compiled in (False, True)}
+    plans, seconds = {}, {}
+    for compiled in (False, True):
+        begin = time.perf_counter()
+        survey = loka.measure(record, kernels=KERNELS, device="cpu", compiled=compiled)
+        seconds[compiled] = time.perf_counter() - begin
+        plans[compiled] = loka.make_plan(survey, goal="serving")
     for one in (plain, model):
         # As ``freeze`` leaves the planned model: torch multiplies some operands differently with gradients.
         one.eval().requires_grad_(False)
@@ -86,6 +91,8 @@ def measure_model(name: str, has_mods: bool, batch_size: int, steps: int, repeat
         "sites": len(sites),
         "worst_error": max(errors, default=0.0),
         "log_loss_change_percent": 100 * (low / high - 1),
+        "measured_s": seconds[True],
+        "measured_by_parts_s": seconds[False],
         "linear_layers_ms": sum(site.baseline_us for site in sites) / 1e3,
         **time_in_turns(plain, by_parts, fast, next(data.train(batch_size)), repeats),
     }
@@ -104,11 +111,6 @@ def probed(model: Recommender, data: Dataset, batch_size: int, steps: int) -> Re
     record = probe.record()
     probe.detach()
     return record
-
-
-def planned(record: Record, *, compiled: bool) -> Plan:
-    survey = loka.measure(record, kernels=KERNELS, device="cpu", compiled=compiled)
-    return loka.make_plan(survey, goal="serving")
 
 
 def served_by(plan: Plan, model: Recommender) -> Recommender:
@@ -157,15 +159,25 @@ def tables(rows: list[dict[str, Any]]) -> str:
             cell(row, "dense_plan"),
             cell(row, "whole_plan"),
             f"{row['int8_sites_by_parts']}: {row['dense_by_parts_speedup']:.2f}×",
+            f"{row['measured_s']:.0f}, {row['measured_by_parts_s']:.0f}",
         ]
         for row in rows
     ]
-    header = ["Wukong", "sites in INT8", "worst error", "log-loss", "dense part", "whole model", "by eager times: dense part"]
+    header = [
+        "Wukong",
+        "sites in INT8",
+        "worst error",
+        "log-loss",
+        "dense part",
+        "whole model",
+        "by eager times: dense part",
+        "measured, s",
+    ]
     note = (
         f"\nBoth compiled, fp32 without Mods → the plan at batch {rows[0]['batch_size']}: medians, and the median of the "
         "ratios turn by turn. Worst error: mere_floored, upper end; the limit is 0.2. Log-loss: against the same weights in "
-        "fp32. The last column: sites, and speed, of a plan by times of eager parts, as `loka.measure` takes them without "
-        "`compiled`.\n"
+        "fp32. By eager times: sites, and speed, of a plan by times of eager parts, as `loka.measure` takes them without "
+        "`compiled`. Measured: what that took with `compiled`, and without.\n"
     )
     return markdown_table(header, table) + note
 
