@@ -54,19 +54,21 @@ def plain_layer(parts: SiteParts, across: int | None) -> Callable[[int], Tensor]
     return lambda turn: nn.functional.linear(x, weights[turn % len(weights)], bias_N)
 
 
-def between_relus(
-    parts: SiteParts, option: Option | None, across: int | None, layers: int = SEVERAL
-) -> Callable[[int], list[Tensor]]:
-    """One graph of ``layers``, by ``option`` or as torch runs them, each between two ReLUs, with an x and a weight of its own.
-    The weights were cast before, as ``freeze`` does it."""
-    turns = range(layers)
+def inputs_of(parts: SiteParts, across: int | None) -> list[Tensor]:
+    """An x for each of several layers: all graphs read the same, for those of a wide layer take gigabytes."""
     x = _as_it_lies(parts.tensors.x, across)
-    inputs = [x.clone() for _ in turns]
+    return [x, *(x.clone() for _ in range(1, SEVERAL))]
+
+
+def between_relus(parts: SiteParts, option: Option | None, inputs: Sequence[Tensor]) -> Callable[[int], list[Tensor]]:
+    """One graph of a layer for each of ``inputs``, by ``option`` or as torch runs it, each between two ReLUs and with a weight
+    that no other has. The weights were cast before, as ``freeze`` does it."""
+    turns, is_across = range(len(inputs)), inputs[0].ndim == 3
     if option is None:
-        run, (weights, bias_N) = _compiled_by_torch(across is not None), _parameters(parts)
+        run, (weights, bias_N) = _compiled_by_torch(is_across), _parameters(parts)
         own = [weights[turn % len(weights)] for turn in turns]
         return lambda _: run(inputs, own, bias_N)
-    run, (_, form) = _compiled(option, across is not None), option.forms
+    run, (_, form) = _compiled(option, is_across), option.forms
     casts = [parts.operand(TensorName.W, form, turn) for turn in turns]
     codes, scales = [cast.codes for cast in casts], [cast.scale for cast in casts]
     vectors = [parts.vectors_of(option.transform, turn) for turn in turns]

@@ -20,7 +20,7 @@ from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form
 from loka.kernels.providers.torch_casts import room_to_compile
-from loka.measure.amid_model import MOST_GAIN, SEVERAL, between_relus, plain_layer
+from loka.measure.amid_model import MOST_GAIN, SEVERAL, between_relus, inputs_of, plain_layer
 from loka.measure.error import require_device
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel, is_compiled
@@ -134,10 +134,14 @@ class Speeds:
         """What torch's own layer takes alone, and what each option takes more or less than it between compiled operations."""
         baseline, parts = baseline_kernel(shape.dtype), self._parts(shape)
         others = [option for option in options if option.kernel != baseline]
+        inputs = cache(lambda: inputs_of(parts, shape.across))
         graphs = [(option, layers) for option in ((None, *others) if others else ()) for layers in (1, SEVERAL)]
         calls: dict[tuple[Option | None, int], TimedCall] = {
             ALONE: _at_first_call(partial(plain_layer, parts, shape.across)),
-            **{(which, n): _at_first_call(partial(between_relus, parts, which, shape.across, n)) for which, n in graphs},
+            **{
+                (which, n): _at_first_call(lambda which=which, n=n: between_relus(parts, which, inputs()[:n]))
+                for which, n in graphs
+            },
         }
         with room_to_compile():
             times = self._time(calls, shape)

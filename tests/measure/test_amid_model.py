@@ -15,7 +15,7 @@ from loka.core.survey import Survey
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.providers.torch_casts import room_to_compile
-from loka.measure.amid_model import between_relus, plain_layer
+from loka.measure.amid_model import between_relus, inputs_of, plain_layer
 from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.speed import Speeds, TimedShape
@@ -52,7 +52,7 @@ def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) 
     with room_to_compile():
         for (m, k, n), across in (((48, 40, 24), None), ((48, 40, 24), 8), ((60, 24, 32), None), ((60, 24, 32), 12)):
             parts = parts_of(m, k, n)
-            for turn, y in enumerate(between_relus(parts, option, across)(0)):
+            for turn, y in enumerate(between_relus(parts, option, inputs_of(parts, across))(0)):
                 if across:
                     assert y.shape == (m // across, n, across)
                     y = y.mT
@@ -69,7 +69,7 @@ def test_a_layer_under_autocast_multiplies_in_its_dtype() -> None:
     tensors = SiteTensors.random(SiteShape(48, 40, 24), torch.bfloat16, CPU, weight_dtype=torch.float32, has_bias=True)
     parts = SiteParts(tensors)
     expected = exact(parts, 0, relus=True)
-    for y, *_ in (between_relus(parts, None, None)(0), between_relus(parts, INT8, None)(0)):
+    for y, *_ in (between_relus(parts, option, inputs_of(parts, None))(0) for option in (None, INT8)):
         assert y.dtype is torch.bfloat16
         assert (y - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
     assert plain_layer(parts, None)(0).dtype is torch.bfloat16
@@ -98,7 +98,7 @@ def test_an_option_takes_what_the_layer_does_and_the_difference_between_the_relu
 
 
 def test_what_cannot_even_be_built_is_told_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(parts: SiteParts, option: Option | None, across: int | None, layers: int) -> Callable[[int], object]:
+    def built(parts: SiteParts, option: Option | None, inputs: list[torch.Tensor]) -> Callable[[int], object]:
         if option == INT8:
             raise RuntimeError("cannot be built")
         return lambda turn: torch.ones(64).relu()
@@ -115,7 +115,7 @@ def test_across_takes_no_longer_than_it_would_in_a_model() -> None:
     """Code for unknown sizes takes five to nine times as long there, and a layer that gains seemed to lose."""
     parts = parts_of(1024, 256, 256)
     with room_to_compile():
-        calls = {str(across): between_relus(parts, INT8, across) for across in (None, 16)}
+        calls = {str(across): between_relus(parts, INT8, inputs_of(parts, across)) for across in (None, 16)}
         times = time_together(calls, CPU, turns=1, rounds=7)
     assert times["16"].median_us < 3 * times["None"].median_us
 
