@@ -66,8 +66,7 @@ def between_relus(parts: SiteParts, option: Option | None, inputs: Sequence[Tens
     turns, is_across = range(len(inputs)), inputs[0].ndim == 3
     if option is None:
         run, (weights, bias_N) = _compiled_by_torch(is_across), _parameters(parts)
-        own = [weights[turn % len(weights)] for turn in turns]
-        return lambda _: run(inputs, own, bias_N)
+        return lambda _: run(inputs, weights[: len(inputs)], bias_N)
     run, (_, form) = _compiled(option, is_across), option.forms
     casts = [parts.operand(TensorName.W, form, turn) for turn in turns]
     codes, scales = [cast.codes for cast in casts], [cast.scale for cast in casts]
@@ -131,5 +130,5 @@ def _one_by_one(inputs: Sequence[Tensor], layer: Callable[[Tensor, int], Tensor]
 
 
 def _compile(run: Callable[..., list[Tensor]], is_across: bool) -> Callable[..., list[Tensor]]:
-    """Once for all shapes; but across, code for unknown sizes takes up to nine times as long as that of known ones."""
+    """Once for all shapes; but across, code for unknown sizes takes five to twelve times as long as that for known ones."""
     return torch.compile(run, dynamic=not is_across, fullgraph=True)

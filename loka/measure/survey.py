@@ -62,7 +62,8 @@ def measure(
     require_kind(record, Record, "the record", "load it with loka.Record.load(run)")
     where = device_named(str(device or "auto"))
     names = chosen_kernels(record, kernels, where)
-    environment, compiled = current_environment(device_of(where)), compiled and where.type == "cpu"
+    environment = current_environment(device_of(where))
+    compiled = compiled and where.type == "cpu"
     if compiled:
         require_compiler()
     with nullcontext() if out is None else alone_in(out):

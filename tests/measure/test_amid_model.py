@@ -112,7 +112,7 @@ def test_what_cannot_even_be_built_is_told_and_the_others_are_timed(monkeypatch:
 
 @needs_int8
 def test_across_takes_no_longer_than_it_would_in_a_model() -> None:
-    """Code for unknown sizes takes five to nine times as long there, and a layer that gains seemed to lose."""
+    """Code for unknown sizes takes five to twelve times as long there, and a layer that gains seemed to lose."""
     parts = parts_of(1024, 256, 256)
     with room_to_compile():
         calls = {str(across): between_relus(parts, INT8, inputs_of(parts, across)) for across in (None, 16)}
