@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from int8_here import needs
 
 from loka.cli import app
 from loka.core.gemm import SiteShape
@@ -121,6 +122,7 @@ def test_bench_gemm_writes_its_table(tmp_path: Path) -> None:
     assert str(json_path) in done.stdout
 
 
+@needs("onednn.int8_dynamic")
 def test_bench_gemm_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     measured, measure_site = [], gemm_module.measure_site
 

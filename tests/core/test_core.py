@@ -309,7 +309,11 @@ class TestResults:
         ("device", "slug"),
         [
             ("Intel(R) Xeon(R) Processor @ 2.50GHz (x86_64, 2 threads)", "intel-xeon-x86-64-2-threads-2026-11-15"),
-            ("AMD EPYC 7B13 (x86_64, 8 threads)", "amd-epyc-7b13-x86-64-8-threads-2026-11-15"),
+            (
+                "Intel(R) Xeon(R) Processor @ 2.50GHz with VNNI (x86_64, 2 threads)",
+                "intel-xeon-with-vnni-x86-64-2-threads-2026-11-15",
+            ),
+            ("AMD EPYC 7B13 with VNNI (x86_64, 8 threads)", "amd-epyc-7b13-with-vnni-x86-64-8-threads-2026-11-15"),
             ("NVIDIA H200 (sm_90)", "nvidia-h200-2026-11-15"),
         ],
     )

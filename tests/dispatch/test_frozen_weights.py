@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from int8_here import where_they_run
 from plans import batch, plan_for, tower
 from torch import nn
 
@@ -14,7 +15,7 @@ from loka.core.errors import InvalidInput
 from loka.core.plan import Goal
 from loka.kernels.executor import SiteKernels
 
-KERNELS = ["onednn.int8", "onednn.int8_dynamic"]
+KERNELS = where_they_run("onednn.int8", "onednn.int8_dynamic")
 SITES = ("bottom", "top.0", "top.2")
 
 
@@ -159,7 +160,7 @@ def test_weights_loaded_in_float64_are_cast_when_they_have_a_format_again() -> N
 
 
 @pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("kernel", [*KERNELS, "onednn.int8_tensorwise"])
+@pytest.mark.parametrize("kernel", [*KERNELS, *where_they_run("onednn.int8_tensorwise")])
 def test_it_is_exported_for_any_number_of_rows(kernel: str, drop: bool) -> None:
     model = frozen(tower(), kernel, drop=drop)
     exported = torch.export.export(model, (batch(17),), dynamic_shapes=({0: torch.export.Dim("rows")},)).module()

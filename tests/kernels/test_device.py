@@ -5,14 +5,18 @@ import torch
 
 from loka.kernels.device import cpu_named_in, device_of
 
-XEON = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Platinum 8481C\nflags\t\t: fpu amx_int8\n"
+XEON = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Processor @ 2.50GHz\nflags\t\t: fpu {}\n"
 NEOVERSE = "processor\t: 0\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x3\nCPU part\t: {}\n"
 
 
 @pytest.mark.parametrize(
     ("cpuinfo", "name"),
     [
-        (XEON, "Intel(R) Xeon(R) Platinum 8481C"),
+        (XEON.format("avx512_vnni amx_int8"), "Intel(R) Xeon(R) Processor @ 2.50GHz with AMX"),
+        (XEON.format("avx512f avx512_vnni"), "Intel(R) Xeon(R) Processor @ 2.50GHz with VNNI"),
+        (XEON.format("avx2 avx_vnni"), "Intel(R) Xeon(R) Processor @ 2.50GHz with VNNI"),
+        (XEON.format("avx512f"), "Intel(R) Xeon(R) Processor @ 2.50GHz without VNNI"),
+        ("processor\t: 0\nmodel name\t: ARMv7 Processor rev 3 (v7l)\nFeatures\t: half neon\n", "ARMv7 Processor rev 3 (v7l)"),
         (NEOVERSE.format("0xd0c"), "Arm Neoverse-N1"),
         (NEOVERSE.format("0xd4f"), "Arm Neoverse-V2"),
         ("processor\t: 0\nBogoMIPS\t: 48.00\n", None),

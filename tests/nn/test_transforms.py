@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from int8_here import needs
 from planted_sites import PlantedSite, cancelling_mean, compensated_range
 from torch import Tensor, nn
 
@@ -144,6 +145,7 @@ def test_roles_in_high_precision_read_their_tensors_as_they_are() -> None:
         assert relative_rms(outputs(module, site)[role], reference) < (0.045 if role is Role.FPROP else 1e-6)
 
 
+@needs("onednn.int8_dynamic")
 def test_a_kernel_that_casts_inside_gets_the_transformed_tensor() -> None:
     site = compensated_range()
     kernels = SiteKernels("onednn.int8_dynamic", "torch.fp32", "torch.fp32")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cuda_graphs import captured
 from emulated_block import emulate
+from int8_here import where_they_run
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.optim.swa_utils import AveragedModel
@@ -289,7 +290,7 @@ class TestTheyFollowTheWeight:
         self.step(module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused))
         assert self.is_current(module)
 
-    @pytest.mark.parametrize("kernel", ["onednn.int8", "onednn.int8_tensorwise", "onednn.int8_dynamic"])
+    @pytest.mark.parametrize("kernel", where_they_run("onednn.int8", "onednn.int8_tensorwise", "onednn.int8_dynamic"))
     def test_where_gradients_are_cleared_within_the_step(self, kernel: str) -> None:
         """By which nothing can be told of whether it moved the weight; nor by its version, which fused steps leave alone."""
         kernels = SiteKernels(fprop=kernel, dgrad="onednn.int8", wgrad="onednn.int8")
@@ -300,7 +301,7 @@ class TestTheyFollowTheWeight:
             self.step(module, optimizer)
             assert self.is_current(module)
 
-    @pytest.mark.parametrize("kernel", ["onednn.int8", "onednn.int8_dynamic"])
+    @pytest.mark.parametrize("kernel", where_they_run("onednn.int8", "onednn.int8_dynamic"))
     def test_a_weight_that_grew_as_a_whole(self, kernel: str) -> None:
         """Its codes are what they were, and their scales are not, which kernels may have packed with them."""
         module = loka.LokaLinear(32, 24, kernels=SiteKernels(fprop=kernel, dgrad="onednn.int8", wgrad="onednn.int8"))

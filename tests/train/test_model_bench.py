@@ -11,6 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from cyclopts import CoercionError
+from int8_here import needs
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported
 
@@ -77,6 +78,7 @@ def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
     assert not all(torch.equal(weight, first) for weight, first in zip(trained, before, strict=True))
 
 
+@needs("onednn.int8_dynamic")
 def test_arms_made_ready_side_by_side_give_the_same_rows(monkeypatch):
     """More of them than there is room for at once; one cannot run, and one is planned from a survey that is made here."""
     monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
@@ -187,6 +189,7 @@ def test_what_an_arm_drops_in_serving_is_gone(bench):
     assert not any(weight() is not None for weight in dropped), ready
 
 
+@needs("onednn.int8_dynamic")
 def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
     cell = Cell("dlrm", "tiny", 32, Goal.SERVING)
     monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)

@@ -41,26 +41,35 @@ ROW_COUNTS_KEPT = 4  # of a weight that is packed for each, on Arm: a server who
 B_SPEC = OperandSpec(Format.INT8, Scaling.ROWWISE)
 
 
-def _missing(device: Device) -> str | None:
+def _missing(device: Device, overflows: Callable[[], bool]) -> str | None:
     if device.type != "cpu":
         return "runs on the CPU alone"
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
-    if _overflows():
+    if overflows():
         return "needs a CPU with VNNI or AMX: without, oneDNN adds products of int8 up in 16 bits, which overflow"
     return None
 
 
 @cache
 def _overflows() -> bool:
-    """Whether products of the largest codes come out wrong: with AVX2 or AVX-512 alone, sums stop at 32,767, in torch's own
-    operators too."""
+    """Whether products of the largest codes come out wrong: with AVX2 or AVX-512 alone, sums of oneDNN's stop at 32,767. Where
+    torch sees that the CPU has no more, it multiplies by a loop of its own: right, and slow."""
     k = 64
     codes_1K = torch.full((1, k), 127, dtype=torch.int8, device="cpu")
     if not IS_ARM:
         return torch._int_mm(codes_1K, codes_1K.t()).item() != k * 127**2
     scale = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     return onednn_int8_mm(codes_1K, scale, codes_1K, scale, None, torch.float32, True).item() != k * 127**2
+
+
+@cache
+def _dynamic_overflows() -> bool:
+    """The same of torch's dynamically quantized linear layer, which has no loop of its own."""
+    k = 64
+    codes_1K = torch.full((1, k), 127, dtype=torch.int8, device="cpu")
+    scale, ones_1K = (torch.ones(1, n, dtype=torch.float32, device="cpu") for n in (1, k))
+    return onednn_int8_dynamic_mm(ones_1K, codes_1K, scale).item() < 0.9 * k * 127
 
 
 def _why_not(problem: GemmProblem, *, by_linear: bool) -> str | None:
@@ -89,7 +98,7 @@ class OnednnInt8:
         return Recipe(Format.INT8, self.a_scaling, Format.INT8, Scaling.ROWWISE)
 
     def missing(self, device: Device) -> str | None:
-        return _missing(device)
+        return _missing(device, _overflows)
 
     def why_not(self, problem: GemmProblem) -> str | None:
         return _why_not(problem, by_linear=IS_ARM)
@@ -145,7 +154,7 @@ class OnednnInt8Dynamic:
     def missing(self, device: Device) -> str | None:
         if "onednn" not in torch.backends.quantized.supported_engines:
             return "this build of torch has no quantized engine onednn"
-        return _missing(device)
+        return _missing(device, _dynamic_overflows)
 
     def why_not(self, problem: GemmProblem) -> str | None:
         if problem.role is not Role.FPROP:
