@@ -63,7 +63,7 @@ def plan(
     path = made.save(folder)
     out = console()
     out.print(_table(made))
-    for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not s.is_low_precision):
+    for names, reason in grouped_reasons((s.site, None, s.reason) for s in made.sites if not made.document.moves(s)):
         out.print(Text.assemble(("high precision:", "bold"), f" {names}\n    {reason}"))
     out.print(f"{path}   {made.total}", soft_wrap=True)
     if survey.document.compiled:

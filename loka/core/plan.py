@@ -39,7 +39,7 @@ class Goal(StrEnum):
 
 
 class Choice(Struct, frozen=True):
-    """The kernel of one role. In high precision ``error`` is None."""
+    """The kernel of one role. ``error`` is None where it is exact: in the model's own precision."""
 
     kernel: str
     reason: str
@@ -168,8 +168,19 @@ class PlanDocument(Struct, frozen=True):
 
     @property
     def high_precision(self) -> str:
-        """The kernel of what the plan leaves in high precision."""
+        """The kernel of what the plan leaves as it was."""
         return f"torch.{self.dtype}"
+
+    def moves(self, site: SitePlan) -> bool:
+        """Whether the site runs otherwise than without the plan: in low precision, or in high precision on another kernel."""
+        return site.is_low_precision or any(choice.kernel != self.high_precision for choice in site.kernels.values())
+
+    def count_moved(self, run: Collection[str] | None = None) -> str:
+        """How many sites it moves and where to, in words; of those that are ``run``, all if not given."""
+        moved = [site for site in self.sites if self.moves(site) and (run is None or site.site in run)]
+        low = sum(site.is_low_precision for site in moved)
+        others = f", {len(moved) - low} in {self.dtype} on another kernel" if len(moved) > low else ""
+        return f"{low} of {len(self.sites)} sites in low precision{others}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,8 +201,7 @@ class Plan:
     def total(self) -> str:
         """What it comes to, in words."""
         before, behind = sum(site.baseline_us for site in self.sites), sum(site.time_us for site in self.sites)
-        low = sum(site.is_low_precision for site in self.sites)
-        return f"{low} of {len(self.sites)} sites in low precision, {times_as_fast(before, behind):.2f}× over all sites"
+        return f"{self.document.count_moved()}, {times_as_fast(before, behind):.2f}× over all sites"
 
     def __repr__(self) -> str:
         return f"<Plan for {self.document.goal} on {self.document.environment.device}: {self.total}>"
@@ -209,7 +219,7 @@ class Plan:
 
     def with_alone(self, site: str) -> "Plan":
         """The plan with ``site`` alone in low precision, to try it by itself: whether or not it then pays."""
-        others = {other.site: "tried without" for other in self.sites if other.is_low_precision and other.site != site}
+        others = {other.site: "tried without" for other in self.sites if self.document.moves(other) and other.site != site}
         return self._changed(others, SitePlan.in_high_precision)
 
     def _changing(self, reasons: Mapping[str, str], change: Callable[[SitePlan, str, str], SitePlan]) -> "Plan":

@@ -115,7 +115,7 @@ Swaps = dict[str, list[Swap]]
 def _bind(model: nn.Module, plan: Plan, on_missing: OnMissing, example: Example | None) -> tuple[Plan, Swaps, dict[str, str]]:
     """The stand-ins of every site that can run as planned, made beside the model; and why the others cannot."""
     modules = linear_sites(model)
-    planned = [site for site in plan.sites if site.is_low_precision]
+    planned = [site for site in plan.sites if plan.document.moves(site)]
     bypassed = passed_by(model) if plan.document.goal is Goal.SERVING else {}
     missing = {
         site.site: why for site in planned if (why := bypassed.get(site.site) or why_not_bound(modules[site.site], site, plan))
@@ -140,7 +140,7 @@ def _bind(model: nn.Module, plan: Plan, on_missing: OnMissing, example: Example 
         )
     runs = plan.giving_back(missing) if missing else plan
     # What stood behind one of them may be worth nothing by itself.
-    missing |= {site.site: site.reason for site in runs.sites if site.site in swaps and not site.is_low_precision}
+    missing |= {site.site: site.reason for site in runs.sites if site.site in swaps and not plan.document.moves(site)}
     swaps = {site: of_site for site, of_site in swaps.items() if site not in missing}
     _link(runs, swaps)
     return runs, swaps, missing

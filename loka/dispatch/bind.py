@@ -11,8 +11,10 @@ from loka.dispatch.swap import Swap
 from loka.kernels.contract import KERNELS
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
+from loka.kernels.providers.torch_left import LEFT
 from loka.nn.block_norm import BlockNorm
 from loka.nn.fused_block import FusedBlock, link_blocks
+from loka.nn.left_linear import LeftLinear
 from loka.nn.linear import why_not_swapped
 from loka.nn.stand_in import has_hooks, is_compiled, take_over, why_not_stood_in_for, why_not_taken_over
 
@@ -52,6 +54,8 @@ def bind_site(module: nn.Linear, site: SitePlan, plan: Plan) -> list[Swap] | str
     """A planned site that is no block, ready to be put in; or why it cannot be."""
     kernels = SiteKernels(**_kernels(site, plan))
     try:
+        if kernels.fprop == LEFT:
+            return [Swap(module, LeftLinear.from_linear(module))]
         vector = plan.vectors[name] if (name := vector_name(site)) else None
         return [Swap(module, PlannedLinear.from_linear(module, kernels, site.transform, vector))]
     except LokaError as error:

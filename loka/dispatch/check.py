@@ -71,7 +71,7 @@ class CheckedPlan:
         gradients = f"gradients at most {last.gradients.error:.0%} off, " if last.gradients else ""
         found = f"{loss}, rounding costs {last.change.rounding:.4%}, {gradients}{last.speedup:.2f}× as fast"
         sites = "1 site" if last.sites == 1 else f"{last.sites} sites"
-        return "\n".join((f"{sites} in low precision: {found}", *self._gave_back_why()))
+        return "\n".join((f"{sites} by the plan: {found}", *self._gave_back_why()))
 
     def _gave_back_why(self) -> list[str]:
         """A line for each reason."""
@@ -151,7 +151,7 @@ def check_plan(
         rounds: list[Round] = []
         alone = _Alone(trial, high)
         while True:
-            planned = [site for site in plan.sites if site.is_low_precision]
+            planned = [site for site in plan.sites if plan.document.moves(site)]
             tried = trial.whole(plan, high, limit)
             if tried.speedup is not None and (not planned or tried.speedup >= min_speedup):
                 return CheckedPlan(plan, baseline_loss, (*rounds, tried), alone.changes)
@@ -178,9 +178,9 @@ def _runs(model: nn.Module, call: Callable[[], object]) -> bool:
 
 
 def _gone_with(gone: Collection[str], before: Iterable[SitePlan], plan: Plan) -> list[str]:
-    """The sites that left low precision beside those ``gone``: blocks that do not pay without the one in front."""
-    low = {site.site for site in plan.sites if site.is_low_precision}
-    return [site.site for site in before if site.site not in low and site.site not in gone]
+    """The sites that went back beside those ``gone``: blocks that do not pay without the one in front."""
+    moved = {site.site for site in plan.sites if plan.document.moves(site)}
+    return [site.site for site in before if site.site not in moved and site.site not in gone]
 
 
 def _without_slow(plan: Plan, planned: Sequence[SitePlan], speedup: float) -> tuple[Plan, tuple[str, ...]]:

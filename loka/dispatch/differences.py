@@ -89,7 +89,7 @@ def environment_differences(model: nn.Module, plan: Plan) -> list[str]:
 def _precision_difference(model: nn.Module, plan: Plan) -> list[str]:
     """Weights in 16 bits under a plan for 32: their high precision is another, and faster. Autocast is not seen from here, and
     what the plan leaves alone may be in 16 bits since before it was made."""
-    sites, planned = linear_sites(model), [site.site for site in plan.sites if site.is_low_precision]
+    sites, planned = linear_sites(model), [site.site for site in plan.sites if plan.document.moves(site)]
     weights = (sites[site]._parameters.get("weight") for site in planned)  # none where it is computed
     halves = sorted({str(weight.dtype) for weight in weights if weight is not None and weight.dtype.itemsize == 2})
     if plan.document.dtype not in (Format.FP32, Format.TF32) or not halves:

@@ -19,6 +19,7 @@ from loka.dispatch.drift import SiteCasts, feature_energy, predicted_errors
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import AppliedPlan, applied_to, required_applied
 from loka.nn.fused_block import FusedBlock
+from loka.nn.left_linear import LeftLinear
 from loka.nn.linear import has_rows, input_of
 from loka.nn.passing_hook import PassingHook, on_gradient
 from loka.nn.site_device import device_of_sites
@@ -228,8 +229,10 @@ def _weight(module: nn.Module) -> Tensor:
 
 def _is_watched(applied: AppliedPlan, site: str) -> bool:
     """A block behind another, or with a norm in front, reads what a norm has bounded: its input cannot drift. One whose weight
-    is made in every call runs in high precision."""
+    is made in every call runs in high precision, and so does one that multiplies from the left."""
     module = applied.module(site)
+    if isinstance(module, LeftLinear):
+        return False
     return has_own_weight(module) and not (isinstance(module, FusedBlock) and (module.follows or module.entry is not None))
 
 

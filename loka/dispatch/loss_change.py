@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loka.core.errors import InvalidInput
-from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
 from loka.nn.kept_state import left_as_it_was, random_state_kept
 from loka.nn.linear import has_rows, input_of
@@ -125,5 +124,5 @@ def _turn_around(errors: Errors, site: nn.Module, rounded: Tensor, exact: Tensor
 def _in_high_precision(module: nn.Module, x: Tensor) -> Tensor:
     if isinstance(module, FusedBlock):
         return module.chain_reference(x)
-    assert isinstance(module, PlannedLinear)
+    assert isinstance(module, nn.Linear)
     return F.linear(x, module.weight, module.bias)

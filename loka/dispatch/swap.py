@@ -11,6 +11,7 @@ from loka.core.plan import Plan
 from loka.dispatch.planned import PlannedLinear
 from loka.nn.fused_block import FusedBlock
 from loka.nn.held import refuse_held_in_lists
+from loka.nn.left_linear import LeftLinear
 from loka.nn.stand_in import give_back_attributes, why_not_stood_in_for
 from loka.nn.unwrap import is_compiled_wrapper, unwrapped
 
@@ -44,7 +45,7 @@ class AppliedPlan:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The sites that run in low precision."""
+        """The sites that run as planned, and not as they were."""
         return tuple(self.swaps)
 
     def module(self, site: str) -> nn.Module:
@@ -62,7 +63,7 @@ class AppliedPlan:
         }
 
     def __str__(self) -> str:
-        lines = [f"{len(self.sites)} of {len(self.plan.sites)} sites run in low precision"]
+        lines = [f"{self.plan.document.count_moved(self.swaps)}"]
         lines += [f"  not measured here: {difference}" for difference in self.differences]
         lines += [f"  fell back to high precision: {site}: {why}" for site, why in self.fell_back.items()]
         return "\n".join(lines)
@@ -137,7 +138,7 @@ def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
     parameters and the users' hooks on calls."""
     swaps = list(swaps)
     for swap in swaps:
-        if isinstance(swap.current, PlannedLinear | FusedBlock):
+        if isinstance(swap.current, PlannedLinear | LeftLinear | FusedBlock):
             swap.original._parameters.update(swap.current._parameters)
             carry_hooks(swap.current, swap.original)
         give_back_attributes(swap.current, swap.original)

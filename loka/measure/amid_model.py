@@ -18,6 +18,7 @@ from loka.core.errors import InvalidInput
 from loka.core.gemm import Role, TensorName
 from loka.kernels.casting import cast
 from loka.kernels.operand import operand_of
+from loka.kernels.providers.torch_left import LEFT, from_the_left
 from loka.kernels.transforms import TransformVectors
 from loka.measure.failure import reason_of
 from loka.measure.parts import Option, SiteParts, executor_of
@@ -108,6 +109,8 @@ def _compiled(option: Option, is_across: bool) -> Callable[..., list[Tensor]]:
         vectors: Sequence[TransformVectors | None],
     ) -> list[Tensor]:
         def layer(x: Tensor, turn: int) -> Tensor:
+            if option.kernel == LEFT:
+                return from_the_left(x, codes[turn], bias_N)
             x_MK = x.reshape(-1, x.shape[-1])
             (x_cast,) = cast(TensorName.X, x_MK, (x_form,), vectors[turn])
             w_cast = operand_of(w_form, codes[turn], scales[turn], shape)

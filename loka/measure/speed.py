@@ -20,6 +20,7 @@ from loka.kernels.contract import KERNELS, why_not
 from loka.kernels.device import device_of
 from loka.kernels.operand import Form
 from loka.kernels.providers.torch_casts import room_to_compile
+from loka.kernels.providers.torch_left import LEFT
 from loka.measure.amid_model import MOST_GAIN, SEVERAL, between_relus, inputs_of, plain_layer
 from loka.measure.error import require_device
 from loka.measure.failure import told
@@ -65,8 +66,17 @@ class Speeds:
 
     def refusal(self, option: Option, shape: TimedShape) -> str | None:
         """Why the option's kernel does not take the shape, or None."""
+        if option.kernel == LEFT and (reason := self._why_not_from_the_left(shape)):
+            return reason
         problem = GemmProblem.of(option.role, shape.shape, shape.dtype, device_of(self.device))
         return why_not(KERNELS.get(option.kernel), problem)
+
+    def _why_not_from_the_left(self, shape: TimedShape) -> str | None:
+        if not shape.across:
+            return "multiplies from the left, and here x lies row by row"
+        if shape.dtype is not Format.FP32:
+            return f"multiplies in fp32, and the model in {shape.dtype}"
+        return None if self.compiled else "is timed in compiled models alone: measure with compiled=True"
 
     def products_us(self, options: Iterable[Option], shape: TimedShape) -> dict[Option, float | str]:
         """The time of each option's product, or the message of its failure.

@@ -96,6 +96,10 @@ class SiteCosts:
         """A step's GEMMs of this candidate at the M it takes."""
         return sum(count * candidate.gemm_us.get(m, 0.0) for m, count in self.calls.items())
 
+    def is_exact(self, candidate: Candidate) -> bool:
+        """Whether it multiplies as the baseline does, on another kernel."""
+        return candidate.recipe == self.baseline[candidate.role].recipe
+
     def is_nowhere_slower(self, one: Candidate, other: Candidate) -> bool:
         """Of two that take the same M: whether ``one``'s GEMM is nowhere slower than ``other``'s."""
         return all(one.gemm_us[m] <= other.gemm_us[m] for m in self.calls if m in other.gemm_us)

@@ -64,6 +64,8 @@ def _choice(costs: SiteCosts, option: SiteOption, role: Role, limits: Limits) ->
     time_us = candidate.gemm_us.get(costs.most_frequent_m, 0.0)
     if candidate.kernel == site.baseline:
         return Choice(site.baseline, _why_baseline(site, role), time_us=time_us)
+    if costs.is_exact(candidate):
+        return Choice(candidate.kernel, f"{candidate.recipe}, as without a plan, on a faster kernel", time_us=time_us)
     estimate = candidate.error[GATE]
     reason = f"{candidate.recipe}: {GATE} up to {estimate.high:.3g}, within {limits.max_error[role]:g}"
     return Choice(candidate.kernel, reason, estimate, time_us)

@@ -38,7 +38,7 @@ def _attempts(site: SiteSurvey, goal: Goal, max_error: dict[Role, float]) -> Ite
     able = [c for c in site.candidates if c.kernel != site.baseline and c.why_not is None and GATE in c.error]
     by_kernel: dict[tuple[str, Transform], dict[Role, Candidate]] = {}
     for candidate in able:
-        if candidate.role in costs.roles and costs.why_not_timed(candidate) is None:
+        if candidate.role in costs.roles and costs.why_not_timed(candidate) is None and not costs.is_exact(candidate):
             by_kernel.setdefault((candidate.kernel, candidate.transform), {})[candidate.role] = candidate
     for (kernel, transform), candidates in by_kernel.items():
         # Centering x does not change dgrad, so that role's candidate is the one without a transform.

@@ -20,11 +20,10 @@ def headline(run: Run) -> str:
         quality = next((pair for pair in run.comparison.quality if pair.goal is best.goal), None)
         return _speed_words(best) + (f" at {change_percent(quality.change)} log-loss" if quality else "")
     if run.plan:
-        low = sum(site.is_low_precision for site in run.plan.sites)
-        if not low:
+        if not any(run.plan.moves(site) for site in run.plan.sites):
             return f"All {len(run.plan.sites)} sites stay in {run.plan.dtype}: {_why_nothing_moves(run)}"
         speedup = times_faster(planned_speedup(run.plan))
-        return f"{low} of {len(run.plan.sites)} sites leave {run.plan.dtype}; the plan promises {speedup} over all sites"
+        return f"The plan puts {run.plan.count_moved()}, and promises {speedup} over all sites"
     if run.survey:
         return f"{len(run.survey.sites)} sites measured, no plan yet"
     if run.record:
@@ -81,7 +80,9 @@ def _plan_words(plan: PlanDocument) -> str:
     share = sum(shares(plan)[site.site] for site in low)
     limits = f"error at most {max(plan.max_error.values()):g}, speed-up at least {plan.min_speedup:g}×, casts included"
     moved = f"{len(low)} of {len(plan.sites)} sites ({percent(share)} of all sites' time)"
-    return f"The plan for {plan.goal} moves {moved} out of {plan.dtype}. Limits: {limits}."
+    exact = sum(map(plan.moves, plan.sites)) - len(low)
+    others = f", and {exact} to another kernel in it" if exact else ""
+    return f"The plan for {plan.goal} moves {moved} out of {plan.dtype}{others}. Limits: {limits}."
 
 
 def tiles(run: Run) -> tuple[Tile, ...]:

@@ -54,6 +54,8 @@ def _point(site: SitePlan, surveyed: SiteSurvey | None, plan: PlanDocument, shar
     if error is not None:
         kernel = ", ".join(dict.fromkeys(choice.kernel for choice in site.kernels.values() if choice.error))
         speedup, is_chosen = site.speedup, True
+    elif plan.moves(site):
+        return None  # it has no error
     else:
         attempt = closest_attempt(surveyed, plan.goal, plan.max_error, plan.min_speedup) if surveyed else None
         if attempt is None:

@@ -14,7 +14,7 @@ from loka.core.recipe import Format, Transform
 from loka.kernels.device import device_of
 from loka.kernels.executor import SiteKernels
 
-HIGH_PRECISION = ("torch.fp32", "torch.tf32", "torch.bf16")
+HIGH_PRECISION = ("torch.fp32", "torch.fp32_left", "torch.tf32", "torch.bf16")
 ROWWISE = SiteKernels.same("reference.rowwise")
 MIXED = {
     "bottom": SiteKernels.same("reference.rowwise"),

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from int8_here import needs
 from plans import MIXED, ROWWISE, Tower, batch, plan_for, tower
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -74,7 +75,7 @@ def test_every_role_of_every_kernel_gives_the_oracles_gradients(kernel: str) -> 
     assert x.grad is not None
     assert weight.grad is not None
     # int8_dynamic casts its input to unsigned codes with a zero point, which is not the oracle's symmetric grid.
-    tolerance = 0.02 if kernel == "onednn.int8_dynamic" else 2e-3 if kernel == "torch.bf16" else 1e-5
+    tolerance = 0.02 if kernel == "onednn.int8_dynamic" else 5e-3 if kernel == "torch.bf16" else 1e-5
     for role, actual in ((Role.FPROP, y - bias), (Role.DGRAD, x.grad), (Role.WGRAD, weight.grad)):
         expected = oracle(kernels.of(role), role, tensors)
         assert (actual.double() - expected).norm() < tolerance * expected.norm(), role
@@ -92,7 +93,7 @@ def test_a_plan_that_mixes_kernels_runs_each_at_its_own_site() -> None:
     assert len(used - {"torch.fp32"}) >= 4
     assert applied.sites == ("bottom", "top.0", "top.2")
     assert type(model.head) is nn.Linear
-    assert str(applied) == "3 of 4 sites run in low precision"
+    assert str(applied) == "3 of 4 sites in low precision"
 
 
 @pytest.mark.parametrize("transform", [Transform.CENTER, Transform.RESCALE])
@@ -387,6 +388,7 @@ def _renamed(run: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, T
     return run[0], {f"_orig_mod.{name}": gradient for name, gradient in run[1].items()}
 
 
+@needs("onednn.int8_dynamic")
 def test_serving_plans_run_fprop_alone() -> None:
     model = tower()
     loka.apply_plan(model, plan_for(model, {"bottom": SiteKernels.same("onednn.int8_dynamic")}, goal=Goal.SERVING))

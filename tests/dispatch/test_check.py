@@ -35,7 +35,7 @@ def test_a_plan_that_is_good_passes_at_once() -> None:
     assert (only.sites, checked.baseline_loss) == (3, pytest.approx(1))
     assert 0 < only.change.whole < 0.05
     assert only.change.rounding == pytest.approx(only.change.whole, rel=0.05)  # this loss has no first order
-    assert "3 sites in low precision" in str(checked)
+    assert "3 sites by the plan: loss" in str(checked)
 
 
 @pytest.mark.parametrize("goal", Goal)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from int8_here import needs
 from stand_in_records import record_of, site_record
 
 import loka
@@ -12,9 +13,8 @@ from loka.core.errors import InvalidInput
 from loka.core.gemm import Role, SiteShape, TensorName
 from loka.core.recipe import Format, Transform
 from loka.core.survey import Survey
-from loka.kernels.contract import KERNELS
-from loka.kernels.device import device_of
 from loka.kernels.providers.torch_casts import room_to_compile
+from loka.kernels.providers.torch_left import LEFT
 from loka.measure.amid_model import between_relus, inputs_of, plain_layer
 from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
@@ -24,7 +24,8 @@ from loka.measure.timing import time_together
 CPU = torch.device("cpu")
 INT8 = Option("onednn.int8", Role.FPROP)
 FP32 = Option("torch.fp32", Role.FPROP)
-needs_int8 = pytest.mark.skipif(bool(KERNELS.get("onednn.int8").missing(device_of(CPU))), reason="no INT8 on this CPU")
+FROM_THE_LEFT = Option(LEFT, Role.FPROP)
+needs_int8 = needs("onednn.int8")
 
 
 def parts_of(m: int, k: int, n: int) -> SiteParts:
@@ -41,11 +42,14 @@ def exact(parts: SiteParts, turn: int, *, relus: bool) -> torch.Tensor:
     return y.relu() if relus else y
 
 
-@needs_int8
 @pytest.mark.parametrize(
     ("option", "error"),
-    [(None, 1e-6), (INT8, 0.02), (Option("onednn.int8", Role.FPROP, Transform.CENTER), 0.04)],
-    ids=["as torch runs it", "int8", "int8 behind center"],
+    [
+        pytest.param(None, 1e-6, id="as torch runs it"),
+        pytest.param(FROM_THE_LEFT, 1e-6, id="from the left"),
+        pytest.param(INT8, 0.02, id="int8", marks=needs_int8),
+        pytest.param(Option("onednn.int8", Role.FPROP, Transform.CENTER), 0.04, id="int8 behind center", marks=needs_int8),
+    ],
 )
 def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) -> None:
     """Several of them, whatever the shape, and wherever a feature's values lie; each has a weight of its own."""
@@ -69,9 +73,10 @@ def test_a_layer_under_autocast_multiplies_in_its_dtype() -> None:
     tensors = SiteTensors.random(SiteShape(48, 40, 24), torch.bfloat16, CPU, weight_dtype=torch.float32, has_bias=True)
     parts = SiteParts(tensors)
     expected = exact(parts, 0, relus=True)
-    for y, *_ in (between_relus(parts, option, inputs_of(parts, None))(0) for option in (None, INT8)):
-        assert y.dtype is torch.bfloat16
-        assert (y - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
+    with room_to_compile():
+        for y, *_ in (between_relus(parts, option, inputs_of(parts, None))(0) for option in (None, INT8)):
+            assert y.dtype is torch.bfloat16
+            assert (y - expected).square().mean().sqrt() < 0.02 * expected.square().mean().sqrt()
     assert plain_layer(parts, None)(0).dtype is torch.bfloat16
 
 
@@ -95,6 +100,37 @@ def test_an_option_takes_what_the_layer_does_and_the_difference_between_the_relu
     }  # fmt: skip
     planted[None, 1] = "failed: no compiler"
     assert Speeds(CPU, compiled=True).products_us([FP32, INT8], shape) == {FP32: 100.0, INT8: "failed: no compiler"}
+
+
+@pytest.mark.parametrize(
+    ("across", "model", "compiled", "reason"),
+    [
+        (16, Format.FP32, True, None),
+        (None, Format.FP32, True, "multiplies from the left, and here x lies row by row"),
+        (16, Format.BF16, True, "multiplies in fp32, and the model in bf16"),
+        (16, Format.FP32, False, "is timed in compiled models alone: measure with compiled=True"),
+    ],
+)
+def test_from_the_left_is_for_what_lies_across_in_compiled_fp32(
+    across: int | None, model: Format, compiled: bool, reason: str | None
+) -> None:
+    shape = TimedShape(SiteShape(48, 40, 24), model, Format.FP32, True, across=across)
+    assert Speeds(CPU, compiled=compiled).refusal(FROM_THE_LEFT, shape) == reason
+
+
+@pytest.mark.usefixtures("without_trials")
+def test_a_layer_over_another_axis_is_planned_from_the_left_where_that_is_faster() -> None:
+    """And is as exact as high precision."""
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)) / 128**0.5
+    record = record_of(site_record("a", weight, calls={64: 1.0}, across=32), site_record("b", weight, calls={64: 1.0}))
+    survey = loka.measure(record, kernels=[LEFT], device="cpu", compiled=True)
+    (a, b) = ([c for c in site.candidates if c.kernel == LEFT and c.role is Role.FPROP] for site in survey.sites)
+    assert (a[0].why_not, b[0].why_not) == (None, "multiplies from the left, and here x lies row by row")
+    assert set(a[0].gemm_us) == {64}
+    assert a[0].error["mere_floored"].high < 1e-5
+    planned = {site.site: site.kernels[Role.FPROP] for site in loka.make_plan(survey, goal="serving", min_speedup=0.001).sites}
+    assert {name: choice.kernel for name, choice in planned.items()} == {"a": LEFT, "b": "torch.fp32"}
+    assert planned["a"].error is None
 
 
 def test_what_cannot_even_be_built_is_told_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

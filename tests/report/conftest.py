@@ -67,6 +67,22 @@ def survey() -> Survey:
 
 
 @pytest.fixture
+def exact_survey(survey: Survey) -> Survey:
+    """The same, and two of its sites can be multiplied as in fp32 on another kernel: one gains by that, and one does not."""
+    exact_us = {"layers.0.out": 80.0, "top.0": 99.0}
+
+    def with_exact(site: SiteSurvey) -> SiteSurvey:
+        times = {2048: exact_us[site.site]}
+        exact = Candidate(
+            "torch.fp32_left", Role.FPROP, "fp32", error={"mere_floored": around(1e-7)}, forms=("fp32", "fp32"), gemm_us=times
+        )
+        return msgspec.structs.replace(site, candidates=(*site.candidates, exact))
+
+    sites = tuple(with_exact(site) if site.site in exact_us else site for site in survey.sites)
+    return Survey(msgspec.structs.replace(survey.document, sites=sites))
+
+
+@pytest.fixture
 def comparison() -> Comparison:
     return Comparison(
         model="Wukong small on the synthetic stream",

@@ -96,13 +96,26 @@ class TestHeadline:
 
     def test_then_with_what_is_planned_surveyed_or_nothing(self, survey) -> None:
         plan = make_plan(survey, goal=Goal.SERVING).document
-        promised = "1 of 4 sites leave fp32; the plan promises 1.67× over all sites"  # 1000 ÷ 600 µs
+        promised = "The plan puts 1 of 4 sites in low precision, and promises 1.67× over all sites"  # 1000 ÷ 600 µs
         assert headline(Run(Path("run"), plan=plan)) == promised
         none = make_plan(survey, goal=Goal.SERVING, max_error=0.001).document
         nothing = Run(Path("run"), plan=none, survey=survey.document)
         assert headline(nothing) == "All 4 sites stay in fp32: nothing was both safe and faster"
         assert headline(Run(Path("run"), survey=survey.document)) == "4 sites measured, no plan yet"
         assert headline(Run(Path("run"))) == "Nothing measured yet"
+
+    def test_sites_that_an_exact_kernel_makes_faster_are_counted_apart(self, exact_survey) -> None:
+        plan = make_plan(exact_survey, goal=Goal.SERVING).document
+        run = Run(Path("run"), plan=plan)
+        words = "The plan puts 1 of 4 sites in low precision, 1 in fp32 on another kernel, and promises 1.72× over all sites"
+        assert headline(run) == words  # 1000 ÷ 580 µs
+        page = gather_page(run)
+        moved = "The plan for serving moves 1 of 4 sites (60 % of all sites' time) out of fp32, and 1 to another kernel in it."
+        assert plain(page.summary[0]).startswith(moved)
+        assert page.tiles[0].value == "1 of 4"
+        nothing_low = make_plan(exact_survey, goal=Goal.SERVING, kernels=["torch.fp32_left"]).document
+        promised = "The plan puts 0 of 4 sites in low precision, 1 in fp32 on another kernel, and promises 1.02× over all sites"
+        assert headline(Run(Path("run"), plan=nothing_low)) == promised
 
     def test_where_no_kernel_is_able_that_is_the_reason(self, survey, comparison) -> None:
         sites = []

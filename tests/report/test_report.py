@@ -78,6 +78,12 @@ class TestMap:
         assert [point.site for point in drawn.points] == ["layers.0.hidden"]
         assert [site for site, _ in drawn.off_the_map] == ["layers.1.hidden", "layers.0.out", "top.0"]
 
+    def test_a_site_that_an_exact_kernel_makes_faster_is_beside_it_too(self, exact_survey) -> None:
+        """It has no error; and what it might have had in low precision, it was not given."""
+        drawn = draw_map(make_plan(exact_survey, goal=Goal.SERVING).document, exact_survey.document)
+        assert drawn.off_the_map == (("layers.0.out", "1.25× torch.fp32, casts included"),)
+        assert {point.site: point.kernel for point in drawn.points}["top.0"] == "onednn.int8"
+
 
 def attempt(*tried: tuple[str, Role, float, float], transform: Transform = Transform.NONE) -> Attempt | None:
     """The closest at a site of 100 µs a role, of kernels with an error and a time; dgrad is never transformed."""

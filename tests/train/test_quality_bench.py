@@ -300,7 +300,7 @@ class TestPlannedArms:
         n_moved = sum(site.is_low_precision for site in Plan.load(folder).sites)
         assert [row["sites"] for row in results.rows.values()] == [n_moved, n_moved]
         assert n_moved > 0
-        assert sum(f"{n_moved} sites in low precision" in line for line in said) == 1
+        assert sum(f"{n_moved} sites by the plan" in line for line in said) == 1
 
     @pytest.mark.parametrize("role", list(Role))
     def test_a_role_alone_leaves_the_others_in_high_precision(self, role, campaign, results):

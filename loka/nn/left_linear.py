@@ -1,0 +1,37 @@
+"""LeftLinear: ``nn.Linear`` that multiplies from the left where x lies across."""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loka.kernels.providers.torch_left import LEFT, from_the_left, lies_across
+from loka.nn.linear import own_weight, require_input
+from loka.nn.stand_in import take_over
+
+
+class LeftLinear(nn.Linear):
+    """The same layer in the same precision, and the same parameters. Calls that need gradients, and those whose x lies row by
+    row, are torch's own."""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> Self:
+        """One that shares the very parameters of ``linear``."""
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.in_features, module.out_features = linear.in_features, linear.out_features
+        module.weight, module.bias = own_weight(linear), linear.bias
+        module.training = linear.training
+        take_over(linear, module)
+        return module
+
+    def forward(self, input: Tensor) -> Tensor:
+        needs_gradients = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+        if needs_gradients or not lies_across(input):
+            return F.linear(input, self.weight, self.bias)
+        require_input(input, self.weight)
+        return from_the_left(input, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fprop={LEFT}"
