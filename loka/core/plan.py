@@ -218,7 +218,7 @@ class Plan:
         return self._changing(reasons, SitePlan.with_finer_forward)
 
     def with_alone(self, site: str) -> "Plan":
-        """The plan with ``site`` alone in low precision, to try it by itself: whether or not it then pays."""
+        """The plan for ``site`` alone, to try it by itself: whether or not it then pays."""
         others = {other.site: "tried without" for other in self.sites if self.document.moves(other) and other.site != site}
         return self._changed(others, SitePlan.in_high_precision)
 
