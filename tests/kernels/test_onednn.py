@@ -210,6 +210,30 @@ for name in {KERNEL_NAMES}:
     assert not reasons["onednn.int8_dynamic"].startswith("None")
 
 
+@pytest.mark.skipif(not IS_X86, reason="elsewhere torch's quantized linear layer multiplies")
+def test_a_plain_loop_is_told_from_products_of_onednn() -> None:
+    told = told_elsewhere(MULTIPLY_ALL, ONEDNN_VERBOSE="1")
+    assert onednn._is_looped() is ("cpu,gemm_api" not in told)
+
+
+@pytest.mark.parametrize("kernel", ["onednn.int8", "onednn.int8_tensorwise"])
+def test_products_that_a_plain_loop_would_take_long_for_are_refused(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_is_looped", lambda: True)
+    device, large, small = device_of(torch.device("cpu")), SiteShape(2048, 512, 512), SiteShape(128, 128, 128)
+
+    def refusal(site: SiteShape) -> str | None:
+        return KERNELS.get(kernel).why_not(GemmProblem.of(Role.FPROP, site, Format.FP32, device))
+
+    monkeypatch.setattr(onednn, "IS_ARM", False)
+    assert refusal(small) is None
+    assert (refusal(large) or "").startswith("torch multiplies int8 by a plain loop on a CPU without VNNI")
+    monkeypatch.setattr(onednn, "_is_looped", lambda: False)
+    assert refusal(large) is None
+    monkeypatch.setattr(onednn, "IS_ARM", True)
+    monkeypatch.setattr(onednn, "_is_looped", lambda: pytest.fail("on Arm nothing is timed"))
+    assert refusal(large) is None
+
+
 @pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize(("kernel", "packed"), [("onednn.int8", True), ("onednn.int8_dynamic", False)])
 def test_a_weight_is_packed_for_the_kernel_that_reads_it(kernel: str, packed: bool) -> None:

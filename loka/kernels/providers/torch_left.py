@@ -23,7 +23,7 @@ def lies_across(x: Tensor) -> bool:
     """Whether rows of x lie side by side in every feature, as behind ``x.mT``."""
     if x.ndim < 2 or x.layout is not torch.strided or x.is_nested:
         return False
-    return x.shape[-1] > 1 and x.shape[-2] > 1 and x.stride(-2) == 1
+    return x.stride(-2) == 1 and x.shape[-1] > 1 and x.shape[-2] > 1  # in this order: sizes may be unknown to torch.export
 
 
 def from_the_left(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
