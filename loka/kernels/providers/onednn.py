@@ -13,7 +13,6 @@ threads, torch 2.13).
 
 import platform
 import threading
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +28,7 @@ from loka.core.gemm import Device, GemmProblem, Role
 from loka.core.recipe import Format, Recipe, Scaling
 from loka.kernels.casting import CASTERS, CastProblem
 from loka.kernels.contract import add_kernel
+from loka.kernels.device import constant_when_traced
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec
 from loka.kernels.ops import fake_of, op
 from loka.numerics.scaling import scale_from_amax
@@ -36,8 +36,8 @@ from loka.numerics.scaling import scale_from_amax
 SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms where fp32 takes 0.2 (Xeon with AMX, 2048×13×512)
 LONGEST_CONTRACTION = 2**31 // 127**2  # past it the int32 sum of products can overflow
 
-# The most multiplications of int8 that may go through torch's own loop: they take 2 ms (Xeon without VNNI, torch 2.13).
-MOST_LOOPED_PRODUCTS = 128**3
+# The largest b that torch's own loop over int8 may multiply with: 256 rows of a take 2 ms (Xeon without VNNI, torch 2.13).
+MOST_LOOPED = 128**2
 
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 ROW_COUNTS_KEPT = 4  # of a weight that is packed for each, on Arm: a server whose batches all differ must not fill the memory
@@ -76,23 +76,11 @@ def _dynamic_overflows() -> bool:
     return onednn_int8_dynamic_mm(ones_1K, codes_1K, scale).item() < 0.9 * k * 127
 
 
-@cache
+@constant_when_traced
 def _is_looped() -> bool:
-    """Whether torch multiplies plain int8 matrices by a loop of its own: that takes 20 to 40 times as long as fp32, and oneDNN
-    hardly longer than fp32, however busy the machine is."""
-    codes, values = (torch.ones(256, 128, dtype=dtype, device="cpu") for dtype in (torch.int8, torch.float32))
-    of_codes, of_values = _time_of(lambda: torch._int_mm(codes, codes.t())), _time_of(lambda: values @ values.t())
-    return of_codes > 8 * of_values
-
-
-def _time_of(call: Callable[[], object]) -> float:
-    """The shortest of a few; the first is not counted."""
-    times = []
-    for _ in range(4):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
+    """Whether torch multiplies plain int8 matrices by a loop of its own, which takes 20 to 40 times as long as fp32: on x86 it
+    goes by the instructions of the CPU."""
+    return not IS_ARM and not torch.cpu._is_vnni_supported()
 
 
 def _why_not(problem: GemmProblem, *, by_linear: bool) -> str | None:
@@ -125,7 +113,7 @@ class OnednnInt8:
 
     def why_not(self, problem: GemmProblem) -> str | None:
         """Refuses what takes long where it is slow, as ``torch.bf16`` does: a measurement makes dozens of them."""
-        if problem.m * problem.n * problem.k > MOST_LOOPED_PRODUCTS and not IS_ARM and _is_looped():
+        if _is_looped() and problem.n * problem.k > MOST_LOOPED:
             return "torch multiplies int8 by a plain loop on a CPU without VNNI: a Xeon took 23 to 43 times as long as in fp32"
         return _why_not(problem, by_linear=IS_ARM)
 
