@@ -84,14 +84,14 @@ def _table(made: "Plan") -> Table:
     table = plain_table(_conditions(made), ["site", "in×out", *roles, "µs a step", "was", "×"])
     for one in made.sites:
         times = [microseconds(one.time_us), microseconds(one.baseline_us), f"{one.speedup:.2f}"]
-        table.add_row(one.site, f"{one.k}×{one.n}", *(_cell(one, role) for role in roles), *times)
+        table.add_row(one.site, f"{one.k}×{one.n}", *(_cell(made, one, role) for role in roles), *times)
     return table
 
 
-def _cell(one: "SitePlan", role: Role) -> str:
+def _cell(made: "Plan", one: "SitePlan", role: Role) -> str:
     choice = one.kernels[role]
     if choice.error is None:
-        return "–"
+        return "–" if choice.kernel == made.document.high_precision else choice.kernel
     name = choice.kernel if one.transform == "none" else f"{choice.kernel} {one.transform}"
     return f"{name} {choice.error.mean:.3f}"
 

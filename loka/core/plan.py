@@ -144,7 +144,9 @@ class SitePlan(Struct, frozen=True):
         )
 
     def _given_up_for(self, choices: Mapping[Role, Choice], reason: str) -> list[Refusal]:
-        gave_up = {role: choice for role, choice in self.kernels.items() if choice.error}
+        gave_up = {
+            role: choice for role, choice in self.kernels.items() if choice.error or choice.kernel != choices[role].kernel
+        }
         return [
             Refusal(choice.kernel, reason, role, self.transform)
             for role, choice in gave_up.items()

@@ -4,7 +4,7 @@ from torch import nn
 
 from loka.core.errors import LokaError
 from loka.core.gemm import Role
-from loka.core.plan import Plan, SitePlan, vector_name
+from loka.core.plan import Goal, Plan, SitePlan, vector_name
 from loka.core.survey import BLOCK_KERNEL
 from loka.dispatch.planned import PassThrough, PlannedLinear
 from loka.dispatch.swap import Swap
@@ -55,6 +55,8 @@ def bind_site(module: nn.Linear, site: SitePlan, plan: Plan) -> list[Swap] | str
     kernels = SiteKernels(**_kernels(site, plan))
     try:
         if kernels.fprop == LEFT:
+            if plan.document.goal is Goal.TRAINING:
+                return f"is planned on {LEFT}, which is for models that serve: it makes no gradients"
             return [Swap(module, LeftLinear.from_linear(module))]
         vector = plan.vectors[name] if (name := vector_name(site)) else None
         return [Swap(module, PlannedLinear.from_linear(module, kernels, site.transform, vector))]

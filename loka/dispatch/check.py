@@ -79,7 +79,7 @@ class CheckedPlan:
         names: dict[str, list[str]] = {}
         for name in self.given_back:
             why = planned[name].reason.removeprefix(_GIVEN_BACK)
-            names.setdefault(why, []).append(f"{name}{_what_of_it(planned[name])}")
+            names.setdefault(why, []).append(f"{name}{_what_of_it(self.plan, planned[name])}")
         return [f"given back: {', '.join(together)}: {why}" for why, together in names.items()]
 
 
@@ -190,10 +190,11 @@ def _without_slow(plan: Plan, planned: Sequence[SitePlan], speedup: float) -> tu
     return plan.giving_back(dict.fromkeys(gone, f"{_GIVEN_BACK}{why}")), gone
 
 
-def _what_of_it(site: SitePlan) -> str:
+def _what_of_it(plan: Plan, site: SitePlan) -> str:
     """Of a site that was given back, in words: all, or its forward pass, and to what."""
-    if site.rounds_forward:
-        return f" (forward to {site.kernels[Role.FPROP].kernel})"
+    forward = site.kernels[Role.FPROP].kernel
+    if site.rounds_forward or forward != plan.document.high_precision:
+        return f" (forward to {forward})"
     return " (forward alone)" if site.is_low_precision else ""
 
 

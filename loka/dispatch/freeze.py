@@ -14,6 +14,7 @@ from loka.dispatch.swap import Swap, carry_hooks, forget, put_back, put_in, requ
 from loka.nn.blocks import find_blocks
 from loka.nn.fast_path import passed_by
 from loka.nn.fused_block import FusedBlock
+from loka.nn.left_linear import LeftLinear
 from loka.nn.stand_in import take_over, why_not_taken_over
 from loka.nn.unwrap import unwrapped
 from loka.nn.weight_casts import held
@@ -71,7 +72,8 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
         carry_hooks(planned, current)
     put_back(model, by_their_weights)
     put_in(model, [Swap(planned, current) for planned, current in frozen.items()])
-    applied.swaps = {site: [Swap(frozen[old], frozen[old])] for site, old in modules.items() if old in frozen}
+    run = {site: frozen.get(old, old) for site, old in modules.items() if old in frozen or isinstance(old, LeftLinear)}
+    applied.swaps = {site: [Swap(module, module)] for site, module in run.items()}
     forget(model, frozen=True)
     model.eval().requires_grad_(False)
     sites = tuple(site for site, planned in modules.items() if planned in frozen)

@@ -66,10 +66,9 @@ class Speeds:
 
     def refusal(self, option: Option, shape: TimedShape) -> str | None:
         """Why the option's kernel does not take the shape, or None."""
-        if option.kernel == LEFT and (reason := self._why_not_from_the_left(shape)):
-            return reason
         problem = GemmProblem.of(option.role, shape.shape, shape.dtype, device_of(self.device))
-        return why_not(KERNELS.get(option.kernel), problem)
+        reason = why_not(KERNELS.get(option.kernel), problem)
+        return self._why_not_from_the_left(shape) if reason is None and option.kernel == LEFT else reason
 
     def _why_not_from_the_left(self, shape: TimedShape) -> str | None:
         if not shape.across:

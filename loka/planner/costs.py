@@ -100,6 +100,10 @@ class SiteCosts:
         """Whether it multiplies as the baseline does, on another kernel."""
         return candidate.recipe == self.baseline[candidate.role].recipe
 
+    def makes_gradients(self, kernel: str) -> bool:
+        """Whether it is able in another role than fprop."""
+        return any(c.kernel == kernel and c.role is not Role.FPROP and c.why_not is None for c in self.site.candidates)
+
     def is_nowhere_slower(self, one: Candidate, other: Candidate) -> bool:
         """Of two that take the same M: whether ``one``'s GEMM is nowhere slower than ``other``'s."""
         return all(one.gemm_us[m] <= other.gemm_us[m] for m in self.calls if m in other.gemm_us)

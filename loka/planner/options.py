@@ -71,8 +71,8 @@ def qualified_candidates(costs: SiteCosts, limits: Limits) -> tuple[ByRole, list
         why = why or why_deaf(candidate, limits.goal) or why_biased(candidate) or costs.why_not_timed(candidate)
         if candidate.role not in qualified:
             why = why or f"{costs.site.baseline} was not timed at {candidate.role}, so there is nothing to compare with"
-        elif costs.goal is Goal.TRAINING and costs.is_exact(candidate):
-            why = why or "runs a model that serves alone: no gradients go through it"
+        elif costs.goal is Goal.TRAINING and costs.is_exact(candidate) and not costs.makes_gradients(candidate.kernel):
+            why = why or "is for models that serve: it makes no gradients"
         if why:
             refused.append(Refusal(candidate.kernel, why, candidate.role, candidate.transform))
         else:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Refusal, times_as_fast
 from loka.core.recipe import Transform
-from loka.core.survey import GATE, Candidate, SiteSurvey
+from loka.core.survey import GATE, SiteSurvey
 from loka.planner.costs import ROLES, SiteCosts
 from loka.planner.limits import Limits
 from loka.planner.options import (
@@ -111,7 +111,7 @@ def finer_forwards(study: Study, noise: float, limits: Limits) -> tuple[SiteOpti
     plain = {role: [c for c in candidates if c.transform is Transform.NONE] for role, candidates in study.qualified.items()}
     quiet = [c for c in plain[Role.FPROP] if c.error[GATE].mean <= QUIETER * noise]
     found: list[SiteOption] = []
-    exact: list[Candidate] = []
+    exact = [c for c in plain[Role.FPROP] if study.costs.is_exact(c)]
     for forward in (exact, quiet):
         leaders, _ = fastest_of_alike(study.costs, plain | {Role.FPROP: forward})
         option = fastest_triple(study.costs, leaders)

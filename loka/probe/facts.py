@@ -14,6 +14,7 @@ from loka.core.site_record import UNKNOWN_READER
 from loka.nn.adamw import is_cast_in_step
 from loka.nn.blocks import Block, Consumer, FoundBlocks, any_of, find_blocks
 from loka.nn.graph import Kind
+from loka.nn.left_linear import LeftLinear
 from loka.nn.linear import LokaLinear, why_not_swapped
 from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, arguments_of
@@ -110,7 +111,7 @@ def _alone(block: Block) -> Block:
 def why_stays(module: nn.Linear, block: Block, *, was_called: bool, is_inside_torch: bool, was_run: bool) -> str | None:
     """Why nothing can stand in for the layer, or should: heads stay in high precision, so what may be one does too. Inside a
     module of torch's own nothing is a head."""
-    if not isinstance(module, LokaLinear) and (reason := why_not_swapped(module)):
+    if not isinstance(module, LokaLinear | LeftLinear) and (reason := why_not_swapped(module)):
         return reason
     is_unknown = block.is_head is None and block.calls != 0
     if is_unknown and was_run:

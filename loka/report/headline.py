@@ -99,7 +99,7 @@ def tiles(run: Run) -> tuple[Tile, ...]:
         share = sum(shares(run.plan)[site.site] for site in low)
         note = f"{percent(share)} of the sites' time{_kernels_chosen(low)}"
         found.append(Tile("sites in low precision", f"{len(low)} of {len(run.plan.sites)}", note))
-        if low and not run.comparison:  # a comparison of whole models says more
+        if any(map(run.plan.moves, run.plan.sites)) and not run.comparison:  # a comparison of whole models says more
             note = "sum of their GEMMs and casts, each measured separately"
             found.append(Tile("all sites, by the plan", times_faster(planned_speedup(run.plan)), note, True))
     return tuple(found)

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import msgspec
 import pytest
 import torch
 from plans import plan_for
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 import loka
 from loka.core.errors import KernelUnavailable
-from loka.core.plan import Goal, Plan
+from loka.core.gemm import Role
+from loka.core.plan import Choice, FinerForward, Goal, Plan
 from loka.dispatch.frozen import FrozenLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
@@ -64,7 +66,7 @@ def test_its_sites_are_applied_and_said(served: Mixed) -> None:
     with torch.no_grad():
         x = fields().mT
         torch.testing.assert_close(served.over(x), plain.over(x))
-        assert served.over(x).stride(-2) == 1
+        assert served.over(x).stride() == plain.over(x).stride()
     assert list(served.state_dict()) == list(plain.state_dict())
 
 
@@ -91,7 +93,11 @@ def test_checkpoints_and_copies_are_those_of_the_model(served: Mixed) -> None:
 def test_it_is_frozen_and_served_compiled(drop: bool, served: Mixed, fresh_compiler: None) -> None:
     with torch.no_grad():
         expected = served(fields())
+    applied = applied_to(served)
+    assert applied is not None
+    said = str(applied)
     frozen = loka.freeze(served, drop_high_precision=drop)
+    assert (applied.sites, str(applied)) == (("over", "wide"), said)
     assert [type(served.over), type(served.wide)] == [LeftLinear, FrozenLinear]
     assert "over" not in str(frozen)
     compiled = torch.compile(served, fullgraph=True)
@@ -122,6 +128,54 @@ def test_it_is_checked_with_the_others_and_given_back_where_it_is_slow() -> None
     assert slow.given_back == ("over",)
     assert not slow.plan.document.moves(slow.plan.sites[0])
     assert type(model.over) is nn.Linear
+
+
+def test_a_forward_that_hurts_is_said_to_go_to_it() -> None:
+    model, as_is, batches = model_of(), model_of(), [fields(seed=seed) for seed in range(4)]
+
+    def away(model: nn.Module, x: Tensor) -> Tensor:
+        return 1 + (model(x) - as_is(x)).square().mean()
+
+    plan = serving(model, over=INT8)
+    finer = (FinerForward({Role.FPROP: Choice("torch.fp32_left", "")}, 100.0, 80.0),)
+    sites = tuple(msgspec.structs.replace(site, finer=finer if site.site == "over" else ()) for site in plan.sites)
+    plan = Plan(msgspec.structs.replace(plan.document, sites=sites), {})
+    checked = loka.check_plan(model, plan, batches, loss=away, max_loss_change=0.0, min_speedup=0.0, repeats=1)
+    assert checked.plan.sites[0].kernels[Role.FPROP].kernel == "torch.fp32_left"
+    assert "given back: over (forward to torch.fp32_left): alone it costs " in str(checked)
+
+
+def test_a_model_may_view_what_comes_out() -> None:
+    """As it may what torch's layer gives."""
+
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over, self.head = nn.Linear(12, 6), nn.Linear(48, 1)
+
+        def forward(self, fields_BFD: Tensor) -> Tensor:
+            return self.head(self.over(fields_BFD.mT).view(len(fields_BFD), -1))
+
+    torch.manual_seed(0)
+    model = Viewing().requires_grad_(False)
+    expected = model(fields())
+    loka.apply_plan(model, serving(model, over=LEFT))
+    torch.testing.assert_close(model(fields()), expected)
+
+
+def test_what_a_probe_learns_beside_such_a_plan_may_be_planned() -> None:
+    model = model_of()
+    loka.apply_plan(model, serving(model, over=LEFT, wide=INT8))
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        loss(model, fields(64)).backward()
+    assert {name: site.stays for name, site in probe.record().sites.items()}["over"] is None
+
+
+def test_a_plan_for_training_that_names_it_is_refused() -> None:
+    model = model_of()
+    with pytest.raises(KernelUnavailable, match=r"torch\.fp32_left, which is for models that serve"):
+        loka.apply_plan(model, plan_for(model, {"over": LEFT}, goal=Goal.TRAINING))
 
 
 def test_the_guard_has_nothing_to_watch_there() -> None:

@@ -103,19 +103,20 @@ def test_an_option_takes_what_the_layer_does_and_the_difference_between_the_relu
 
 
 @pytest.mark.parametrize(
-    ("across", "model", "compiled", "reason"),
+    ("role", "across", "model", "compiled", "reason"),
     [
-        (16, Format.FP32, True, None),
-        (None, Format.FP32, True, "multiplies from the left, and here x lies row by row"),
-        (16, Format.BF16, True, "multiplies in fp32, and the model in bf16"),
-        (16, Format.FP32, False, "is timed in compiled models alone: measure with compiled=True"),
+        (Role.FPROP, 16, Format.FP32, True, None),
+        (Role.FPROP, None, Format.FP32, True, "multiplies from the left, and here x lies row by row"),
+        (Role.FPROP, 16, Format.BF16, True, "multiplies in fp32, and the model in bf16"),
+        (Role.FPROP, 16, Format.FP32, False, "is timed in compiled models alone: measure with compiled=True"),
+        (Role.WGRAD, 16, Format.FP32, False, "is for fprop: torch's own layer makes the gradients"),
     ],
 )
 def test_from_the_left_is_for_what_lies_across_in_compiled_fp32(
-    across: int | None, model: Format, compiled: bool, reason: str | None
+    role: Role, across: int | None, model: Format, compiled: bool, reason: str | None
 ) -> None:
     shape = TimedShape(SiteShape(48, 40, 24), model, Format.FP32, True, across=across)
-    assert Speeds(CPU, compiled=compiled).refusal(FROM_THE_LEFT, shape) == reason
+    assert Speeds(CPU, compiled=compiled).refusal(Option(LEFT, role), shape) == reason
 
 
 @pytest.mark.usefixtures("without_trials")

@@ -59,7 +59,14 @@ def test_what_stays_in_high_precision_is_counted_apart() -> None:
 def test_training_is_told_that_no_gradients_go_through_it() -> None:
     plan = loka.make_plan(survey(measured("a", left(10.0))), goal=Goal.TRAINING)
     assert kernels_of(plan) == {"a": "torch.fp32"}
-    assert [r.reason for r in plan.sites[0].refused] == ["runs a model that serves alone: no gradients go through it"]
+    assert [r.reason for r in plan.sites[0].refused] == ["is for models that serve: it makes no gradients"]
+
+
+def test_an_exact_kernel_that_makes_gradients_too_may_train() -> None:
+    own = (candidate("a.fp32", role, {M: 50.0}, recipe="fp32", forms=("fp32", "fp32"), error=error(1e-6)) for role in Role)
+    (only,) = loka.make_plan(survey(measured("a", *own)), goal=Goal.TRAINING).sites
+    assert {choice.kernel for choice in only.kernels.values()} == {"a.fp32"}
+    assert not only.is_low_precision
 
 
 @pytest.mark.parametrize(("exact_us", "finer"), [(80.0, [LEFT]), (99.0, [])])
@@ -69,6 +76,19 @@ def test_a_forward_that_hurts_in_8_bits_goes_to_the_exact_kernel(exact_us: float
     (only,) = plan.sites
     assert only.kernels[Role.FPROP].kernel == INT8
     assert [one.kernels[Role.FPROP].kernel for one in only.finer] == finer
+
+
+def test_behind_a_finer_format_the_exact_kernel_is_the_last() -> None:
+    finer = candidate("onednn.finer", Role.FPROP, {M: 70.0}, recipe="int8 rowwise", forms=("fp32", "fp32"), error=error(0.02))
+    plan = loka.make_plan(survey(measured("a", left(80.0), int8(50.0), finer)), goal=Goal.SERVING)
+    (only,) = plan.sites
+    assert [one.kernels[Role.FPROP].kernel for one in only.finer] == ["onednn.finer", LEFT]
+    forwards = []
+    for _ in range(3):
+        plan = plan.giving_back_forward({"a": "it hurts"})
+        forwards.append(kernels_of(plan)["a"])
+    assert forwards == ["onednn.finer", LEFT, "torch.fp32"]
+    assert [refusal.kernel for refusal in plan.sites[0].refused][-3:] == [INT8, "onednn.finer", LEFT]
 
 
 def test_a_site_given_back_or_tried_without_is_as_it_was() -> None:

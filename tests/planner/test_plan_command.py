@@ -42,6 +42,17 @@ def test_it_prints_the_table_writes_the_plan_and_names_the_next_command(surveyed
     assert document.max_error[Role.FPROP] == 0.15
 
 
+def test_a_kernel_of_high_precision_is_named_where_it_is_another(surveyed: Path, capsys: pytest.CaptureFixture) -> None:
+    exact = candidate("torch.fp32_left", Role.FPROP, {100: 50.0}, recipe="fp32", forms=("fp32", "fp32"))
+    high = baseline({role: {100: 100.0} for role in Role})
+    survey(site("a", (*high, exact)), site("b", high)).save(surveyed)
+    run(f"plan {surveyed} --goal serving")
+    text = capsys.readouterr().out
+    a, b = (next(line for line in text.splitlines() if line.split()[:1] == [name]).split() for name in "ab")
+    assert (a[2], b[2]) == ("torch.fp32_left", "–")
+    assert "0 of 2 sites in low precision, 1 in fp32 on another kernel, 1.33× over all sites" in " ".join(text.split())
+
+
 def test_without_flags_it_plans_as_the_function_does(surveyed: Path) -> None:
     run(f"plan {surveyed}")
     command, function = Plan.load(surveyed).document, make_plan(Survey.load(surveyed)).document

@@ -112,10 +112,11 @@ class TestHeadline:
         page = gather_page(run)
         moved = "The plan for serving moves 1 of 4 sites (60 % of all sites' time) out of fp32, and 1 to another kernel in it."
         assert plain(page.summary[0]).startswith(moved)
-        assert page.tiles[0].value == "1 of 4"
+        assert [tile.value for tile in page.tiles] == ["1 of 4", "1.72×"]
         nothing_low = make_plan(exact_survey, goal=Goal.SERVING, kernels=["torch.fp32_left"]).document
         promised = "The plan puts 0 of 4 sites in low precision, 1 in fp32 on another kernel, and promises 1.02× over all sites"
         assert headline(Run(Path("run"), plan=nothing_low)) == promised
+        assert [tile.value for tile in gather_page(Run(Path("run"), plan=nothing_low)).tiles] == ["0 of 4", "1.02×"]
 
     def test_where_no_kernel_is_able_that_is_the_reason(self, survey, comparison) -> None:
         sites = []

@@ -1,7 +1,8 @@
 """A layer over another axis of x than the last, multiplied from the left: W·x instead of (xᵀ·Wᵀ)ᵀ, on a CPU.
 
 Behind ``x.mT`` each feature's values lie side by side. torch's own layer multiplies such an x by the transposed weight, which
-reads and writes it against the way it lies; W·x reads and writes as it lies. The sums are the same, in another order.
+reads it against the way it lies; W·x reads it as it lies. The sums are the same, in another order. The output is turned to lie
+row by row, as the layer's does, since a model may ``view`` it; torch.compile turns it where it is read.
 
 Axes:  B matrices,  R rows of one,  K in_features,  N out_features.
 """
@@ -27,12 +28,12 @@ def lies_across(x: Tensor) -> bool:
 
 
 def from_the_left(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """What ``F.linear`` gives, transposed in memory as x is."""
+    """What ``F.linear`` gives."""
     x_BKR = x.mT.reshape(-1, x.shape[-1], x.shape[-2])
     y_BNR = torch.bmm(weight_NK.expand(x_BKR.shape[0], *weight_NK.shape), x_BKR)
     if bias_N is not None:
         y_BNR = y_BNR + bias_N.to(y_BNR.dtype)[:, None]
-    return y_BNR.mT.reshape(*x.shape[:-1], weight_NK.shape[0])
+    return y_BNR.mT.contiguous().reshape(*x.shape[:-1], weight_NK.shape[0])
 
 
 @dataclass(frozen=True)
