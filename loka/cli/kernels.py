@@ -56,7 +56,7 @@ def _rows(device: "Device") -> list[KernelRow]:
     probe = SiteShape(2048, 1024, 1024)  # a shape that every library takes, so that only the machine is asked about
     rows = []
     for name, kernel in KERNELS.items():
-        refusals = {role: why_not(kernel, GemmProblem.of(role, probe, Format.BF16, device)) for role in Role}
+        refusals = {role: why_not(kernel, GemmProblem.of(role, probe, Format.BF16, device, across=True)) for role in Role}
         able = [role for role, reason in refusals.items() if reason is None]
         rows.append(KernelRow(name, str(kernel.recipe(Role.WGRAD)), able, None if able else refusals[Role.FPROP]))
     return rows

@@ -79,7 +79,8 @@ class SiteShape:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """One role's GEMM in its own axes: a (m×k) times b (n×k), contracted over k, into m×n of ``out``."""
+    """One role's GEMM in its own axes: a (m×k) times b (n×k), contracted over k, into m×n of ``out``. ``across``: rows of x lie
+    side by side in every feature, as behind ``x.mT``."""
 
     role: Role
     m: int
@@ -87,15 +88,16 @@ class GemmProblem:
     k: int
     out: Format
     device: Device
+    across: bool = False
 
     @classmethod
-    def of(cls, role: Role, site: SiteShape, out: Format, device: Device) -> "GemmProblem":
+    def of(cls, role: Role, site: SiteShape, out: Format, device: Device, *, across: bool = False) -> "GemmProblem":
         m, n, k = {
             Role.FPROP: (site.m, site.n, site.k),
             Role.DGRAD: (site.m, site.k, site.n),
             Role.WGRAD: (site.n, site.k, site.m),
         }[role]
-        return cls(role, m, n, k, out, device)
+        return cls(role, m, n, k, out, device, across)
 
     def __str__(self) -> str:
         return f"{self.role} m={self.m} n={self.n} k={self.k}"

@@ -63,7 +63,7 @@ class AppliedPlan:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.plan.document.count_moved(self.swaps)}"]
+        lines = [self.plan.document.count_moved(self.swaps)]
         lines += [f"  not measured here: {difference}" for difference in self.differences]
         lines += [f"  fell back to high precision: {site}: {why}" for site, why in self.fell_back.items()]
         return "\n".join(lines)

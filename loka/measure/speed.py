@@ -21,7 +21,7 @@ from loka.kernels.device import device_of
 from loka.kernels.operand import Form
 from loka.kernels.providers.torch_casts import room_to_compile
 from loka.kernels.providers.torch_left import LEFT
-from loka.measure.amid_model import MOST_GAIN, SEVERAL, between_relus, inputs_of, plain_layer
+from loka.measure.amid_model import MOST_EXACT_GAIN, MOST_GAIN, SEVERAL, between_relus, inputs_of, plain_layer
 from loka.measure.error import require_device
 from loka.measure.failure import told
 from loka.measure.parts import Option, SiteParts, SiteTensors, baseline_kernel, is_compiled
@@ -66,16 +66,14 @@ class Speeds:
 
     def refusal(self, option: Option, shape: TimedShape) -> str | None:
         """Why the option's kernel does not take the shape, or None."""
-        problem = GemmProblem.of(option.role, shape.shape, shape.dtype, device_of(self.device))
+        problem = GemmProblem.of(option.role, shape.shape, shape.dtype, device_of(self.device), across=bool(shape.across))
         reason = why_not(KERNELS.get(option.kernel), problem)
-        return self._why_not_from_the_left(shape) if reason is None and option.kernel == LEFT else reason
-
-    def _why_not_from_the_left(self, shape: TimedShape) -> str | None:
-        if not shape.across:
-            return "multiplies from the left, and here x lies row by row"
-        if shape.dtype is not Format.FP32:
-            return f"multiplies in fp32, and the model in {shape.dtype}"
-        return None if self.compiled else "is timed in compiled models alone: measure with compiled=True"
+        if reason is None and option.kernel == LEFT:
+            if shape.dtype is not Format.FP32:
+                return f"multiplies in fp32, and the model in {shape.dtype}"
+            if not self.compiled:
+                return "is timed in compiled models alone: measure with compiled=True"
+        return reason
 
     def products_us(self, options: Iterable[Option], shape: TimedShape) -> dict[Option, float | str]:
         """The time of each option's product, or the message of its failure.
@@ -156,7 +154,9 @@ class Speeds:
             times = self._time(calls, shape)
         made = {option: times[ALONE] for option in options if option.kernel == baseline}
         for option in others:
-            made[option] = _of_a_layer(times[ALONE], *(times[which, n] for which in (None, option) for n in (1, SEVERAL)))
+            most_gain = MOST_GAIN if option.is_8bit else MOST_EXACT_GAIN
+            told = (times[which, n] for which in (None, option) for n in (1, SEVERAL))
+            made[option] = _of_a_layer(most_gain, times[ALONE], *told)
         return made
 
     def _time_in_step(self, sets: list[Forms], shape: TimedShape) -> dict[Forms, float | None]:
@@ -205,14 +205,14 @@ class Speeds:
         return {key: times[name].median_us for name, key in names.items()}
 
 
-def _of_a_layer(*times_us: float | str) -> float | str:
+def _of_a_layer(most_gain: float, *times_us: float | str) -> float | str:
     """What an option takes, of what torch's layer takes alone and of graphs: of one and of several layers by torch, and by the
     option. Or the first failure."""
     known = [time_us for time_us in times_us if not isinstance(time_us, str)]
     if len(known) < len(times_us):
         return next(told for told in times_us if isinstance(told, str))
     alone_us, one_by_torch, by_torch, one, several = known
-    return max(alone_us / MOST_GAIN, alone_us + ((several - one) - (by_torch - one_by_torch)) / (SEVERAL - 1))
+    return max(alone_us / most_gain, alone_us + ((several - one) - (by_torch - one_by_torch)) / (SEVERAL - 1))
 
 
 def _at_first_call(make: Callable[[], TimedCall]) -> TimedCall:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from loka.kernels.providers.torch_left import LEFT, from_the_left, lies_across
+from loka.kernels.providers.torch_left import LEFT, from_the_left, matrices_across
 from loka.nn.linear import own_weight, require_input
 from loka.nn.stand_in import take_over
 
 
 class LeftLinear(nn.Linear):
-    """The same layer in the same precision, and the same parameters. Calls that need gradients, and those whose x lies row by
-    row, are torch's own."""
+    """The same layer in the same precision, and the same parameters. Calls that need gradients, those under autocast, on
+    another device, or whose x lies row by row, are torch's own."""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Self:
@@ -28,10 +28,13 @@ class LeftLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         needs_gradients = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
-        if needs_gradients or not lies_across(input):
+        is_torchs = needs_gradients or input.device.type != "cpu" or torch.is_autocast_enabled("cpu")
+        matrices = None if is_torchs else matrices_across(input)
+        if matrices is None:
             return F.linear(input, self.weight, self.bias)
         require_input(input, self.weight)
-        return from_the_left(input, self.weight, self.bias)
+        y_BRN = from_the_left(input.reshape(*matrices, self.in_features), self.weight, self.bias)
+        return y_BRN.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fprop={LEFT}"

@@ -107,7 +107,7 @@ def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
 
 
 def allowed_alone(sites: tuple[SiteSurvey, ...], kernels: Sequence[str]) -> tuple[SiteSurvey, ...]:
-    """The sites as if no 8-bit kernel were able but those that ``kernels`` names, by name or by a pattern."""
+    """The sites as if no kernel were able beside the baseline but those that ``kernels`` names, by name or by a pattern."""
     known = sorted({BLOCK_KERNEL, *(candidate.kernel for site in sites for candidate in site.candidates)})
     allowed: set[str] = set()
     for pattern in kernels:

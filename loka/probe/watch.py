@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from loka.kernels.providers.torch_left import matrices_across
 from loka.nn.linear import has_rows
 from loka.nn.passing_hook import PassingHook, on_gradient
 from loka.nn.site_device import device_of_sites
@@ -184,7 +185,7 @@ def _site_hook(seen: Watch, name: str, take: "_Take", features: int) -> Any:
         m = math.prod(x.shape[:-1])
         if not m or m != math.prod(y.shape[:-1]):
             return
-        call = Call(m, take.rows(x), y.dtype, x.requires_grad, x_close=take.closely(x, features), across=rows_across(x))
+        call = Call(m, take.rows(x), y.dtype, x.requires_grad, x_close=take.closely(x, features), across=_rows_across(x))
         seen.calls.setdefault(name, []).append(call)
         if seen.running is not None:
             seen.running.called.add(name)
@@ -194,16 +195,10 @@ def _site_hook(seen: Watch, name: str, take: "_Take", features: int) -> Any:
     return hook
 
 
-def rows_across(x: Tensor) -> int | None:
-    """Where ``x`` lies transposed, as behind ``x.mT``, how many of its rows lie across, side by side in every feature."""
-    if x.ndim < 2 or x.layout is not torch.strided or x.stride(-1) <= 1 or x.stride(-2) != 1:
-        return None
-    across = 1
-    for axis in range(x.ndim - 2, -1, -1):
-        if x.stride(axis) != across:
-            break
-        across *= x.shape[axis]
-    return across if across > 1 and x.shape[-1] > 1 else None
+def _rows_across(x: Tensor) -> int | None:
+    """Where ``x`` lies transposed, as behind ``x.mT``, how many of its rows lie side by side in every feature."""
+    matrices = matrices_across(x)
+    return matrices and matrices[1]
 
 
 def largest_magnitude(values: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from plans import plan_for
 from torch import Tensor, nn
 
 import loka
-from loka.core.errors import KernelUnavailable
+from loka.core.errors import KernelUnavailable, LokaError
 from loka.core.gemm import Role
 from loka.core.plan import Choice, FinerForward, Goal, Plan
 from loka.dispatch.frozen import FrozenLinear
@@ -76,6 +76,13 @@ def test_it_goes_back_with_the_weights_it_has(served: Mixed) -> None:
         weight.mul_(2)
     loka.restore(served)
     assert type(served.over) is nn.Linear
+    assert served.over.weight is weight
+
+
+def test_it_goes_back_with_parameters_that_were_put_in_its_place(served: Mixed) -> None:
+    served.load_state_dict(model_of(1).state_dict(), assign=True)
+    weight = served.over.weight
+    loka.restore(served)
     assert served.over.weight is weight
 
 
@@ -186,12 +193,18 @@ def test_the_guard_has_nothing_to_watch_there() -> None:
     record = probe.record()
     probe.detach()
     loka.apply_plan(model, serving(model, over=LEFT, wide=INT8))
-    guard = loka.Guard(model, record, every=1)
+    guard = loka.Guard(model, record, every=1, max_error=1e-9)  # which any rounding exceeds
     for seed in range(3):
         with guard.step(), torch.no_grad():
-            model(1e4 * fields(64, seed))
-    assert {event.site for event in guard.events} <= {"wide"}
+            model(fields(64, seed))
+    assert {event.site for event in guard.events} == {"wide"}
     assert type(model.over) is LeftLinear
+
+
+def test_a_model_in_16_bits_under_a_plan_of_it_alone_is_refused() -> None:
+    plan = serving(model_of(), over=LEFT)
+    with pytest.raises(LokaError, match=r"precision: measured with GEMMs in fp32, the weights here are torch\.bfloat16"):
+        loka.apply_plan(model_of().bfloat16(), plan)
 
 
 def test_where_it_cannot_run_it_is_an_error_or_falls_back() -> None:

@@ -47,7 +47,7 @@ def able(name: str, role: Role, site: SiteShape, device: torch.device) -> Kernel
     kernel = KERNELS.get(name)
     if reason := kernel.missing(device_of(device)):
         pytest.skip(reason)
-    if reason := kernel.why_not(GemmProblem.of(role, site, Format.FP32, device_of(device))):
+    if reason := kernel.why_not(GemmProblem.of(role, site, Format.FP32, device_of(device), across=True)):
         pytest.skip(reason)
     return kernel
 
@@ -61,7 +61,7 @@ def test_product_is_the_oracles(
     if reason := kernel.missing(device_of(device)):
         pytest.skip(reason)
     site = SiteShape(m, k, n)
-    problem = GemmProblem.of(role, site, Format.FP32, device_of(device))
+    problem = GemmProblem.of(role, site, Format.FP32, device_of(device), across=True)
     if kernel.why_not(problem):
         return  # said no: nothing is promised; that able shapes remain is tested below
     tensors = make_tensors(site, seed, spread, device)
@@ -74,7 +74,7 @@ def test_product_is_the_oracles(
 def test_realistic_shape_is_taken_and_right(device: torch.device, name: str, role: Role) -> None:
     site = SiteShape(512, 512, 512)
     kernel = able(name, role, site, device)
-    assert why_not(kernel, GemmProblem.of(role, site, Format.BF16, device_of(device))) is None
+    assert why_not(kernel, GemmProblem.of(role, site, Format.BF16, device_of(device), across=True)) is None
     check_product(kernel, role, make_tensors(site, 1, 1.0, device), torch.bfloat16)
 
 

@@ -225,7 +225,7 @@ def test_products_that_a_plain_loop_would_take_long_for_are_refused(kernel: str,
         return KERNELS.get(kernel).why_not(GemmProblem.of(Role.FPROP, site, Format.FP32, device))
 
     assert refusal(small) is None
-    assert (refusal(large) or "").startswith("torch multiplies int8 by a plain loop on a CPU without VNNI")
+    assert (refusal(large) or "").startswith("takes weights of up to 128×128 alone: on a CPU without AVX512-VNNI")
     monkeypatch.setattr(onednn, "_is_looped", lambda: False)
     assert refusal(large) is None
 

@@ -11,6 +11,7 @@ from stand_in_records import record_of, site_record
 import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role, SiteShape, TensorName
+from loka.core.progress import Lines
 from loka.core.recipe import Format, Transform
 from loka.core.survey import Survey
 from loka.kernels.providers.torch_casts import room_to_compile
@@ -20,6 +21,7 @@ from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.speed import Speeds, TimedShape
 from loka.measure.timing import time_together
+from loka.measure.trial import needs_trial
 
 CPU = torch.device("cpu")
 INT8 = Option("onednn.int8", Role.FPROP)
@@ -55,6 +57,8 @@ def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) 
     """Several of them, whatever the shape, and wherever a feature's values lie; each has a weight of its own."""
     with room_to_compile():
         for (m, k, n), across in (((48, 40, 24), None), ((48, 40, 24), 8), ((60, 24, 32), None), ((60, 24, 32), 12)):
+            if option == FROM_THE_LEFT and across is None:
+                continue  # is refused
             parts = parts_of(m, k, n)
             for turn, y in enumerate(between_relus(parts, option, inputs_of(parts, across))(0)):
                 if across:
@@ -89,14 +93,15 @@ def test_an_option_takes_what_the_layer_does_and_the_difference_between_the_relu
         INT8: (170.0, 350.0),
         slow: (150.0, 490.0),
         free: (150.0, 160.0),
+        FROM_THE_LEFT: (150.0, 160.0),
     }  # of one and of three layers
     planted: dict[object, float | str] = {
         (option, n): us for option, both in graphs.items() for n, us in zip((1, 3), both, strict=True)
     }
     planted |= {(None, 0): 100.0, (broken, 1): 150.0, (broken, 3): "failed: at it"}
     monkeypatch.setattr(Speeds, "_time", lambda self, calls, shape: {key: planted[key] for key in calls})
-    assert speeds.products_us([FP32, INT8, slow, free, broken], shape) == {
-        FP32: 100.0, INT8: 60.0, slow: 140.0, free: 25.0, broken: "failed: at it",
+    assert speeds.products_us([FP32, INT8, slow, free, FROM_THE_LEFT, broken], shape) == {
+        FP32: 100.0, INT8: 60.0, slow: 140.0, free: 25.0, FROM_THE_LEFT: 50.0, broken: "failed: at it",
     }  # fmt: skip
     planted[None, 1] = "failed: no compiler"
     assert Speeds(CPU, compiled=True).products_us([FP32, INT8], shape) == {FP32: 100.0, INT8: "failed: no compiler"}
@@ -184,9 +189,18 @@ def test_a_survey_of_a_compiled_model_says_so_and_can_be_planned_from(tmp_path: 
     (x_cast,) = [c for c in survey.sites[0].casts if c.tensor is TensorName.X and c.forms == (candidate.forms[0],)]
     assert set(x_cast.time_us.values()) == {0.0}
     assert loka.make_plan(survey, goal="serving", min_speedup=0.001).sites[0].is_low_precision
+    with pytest.raises(InvalidInput, match="for a model that serves compiled, without gradients: plan for serving by it"):
+        loka.make_plan(survey, goal="training")
     assert not loka.measure(record, kernels=["torch.fp32"], device="cpu").document.compiled
     here = record.environment
     assert identity_of(record, ("torch.fp32",), here) != identity_of(record, ("torch.fp32",), here, compiled=True)
+
+
+def test_a_kernel_of_high_precision_is_told_of_and_needs_no_trial(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not needs_trial(LEFT)
+    record = record_of(site_record("a", torch.randn(16, 24), calls={64: 2.0}, across=32))
+    loka.measure(record, kernels=[LEFT], device="cpu", compiled=True, progress=Lines())
+    assert "a: 1 kernel able, of high precision" in capsys.readouterr().out
 
 
 def test_without_a_compiler_it_says_what_is_missing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

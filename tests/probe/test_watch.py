@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from loka.numerics.wgrad_errors import MOST_FEATURES
-from loka.probe.watch import choose_rows, choose_stretches, largest_magnitude, rows_across, watch
+from loka.probe.watch import choose_rows, choose_stretches, largest_magnitude, watch
 
 
 @given(m=st.integers(1, 5000), rows=st.integers(1, 300), seed=st.integers(0, 99))
@@ -48,27 +48,6 @@ def test_rows_are_taken_of_any_shape_and_layout(shape: list[int], is_transposed:
         assert torch.equal(rows, flat[chosen_R])
         assert torch.equal(close.values_SF, flat[stretches_S])
         assert close.amax == flat.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("x", "across"),
-    [
-        (torch.zeros(4, 3, 5), None),
-        (torch.zeros(4, 5, 3).mT, 3),
-        (torch.zeros(2, 4, 5, 3).mT, 3),
-        (torch.zeros(5, 7).t(), 7),
-        (torch.zeros(2, 5, 4, 3).permute(0, 2, 3, 1), 12),  # an image's channels: all its places lie side by side
-        (torch.zeros(4, 5, 1).mT, None),  # one row: it lies as rows do
-        (torch.zeros(4, 1, 3).mT, None),
-        (torch.zeros(3, 4, 5).transpose(0, 1), None),  # rows are whole, wherever they lie
-        (torch.zeros(5).expand(3, 5), None),
-        (torch.zeros(3, 1).expand(3, 5), None),
-        (torch.zeros(5), None),
-        (torch.zeros(3, 5).to_sparse(), None),
-    ],
-)
-def test_rows_that_lie_across_are_noticed(x: Tensor, across: int | None) -> None:
-    assert rows_across(x) == across
 
 
 def test_a_wide_layer_is_looked_at_closely_by_some_features() -> None:

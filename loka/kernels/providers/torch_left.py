@@ -7,6 +7,7 @@ row by row, as the layer's does, since a model may ``view`` it; torch.compile tu
 Axes:  B matrices,  R rows of one,  K in_features,  N out_features.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,20 +21,35 @@ from loka.kernels.operand import Operand, OperandSpec, recipe_of
 LEFT = "torch.fp32_left"
 
 
-def lies_across(x: Tensor) -> bool:
-    """Whether rows of x lie side by side in every feature, as behind ``x.mT``."""
+def matrices_across(x: Tensor) -> tuple[int, int] | None:
+    """B and R where x is B matrices of R rows, and in each feature the R values lie side by side, as behind ``x.mT``. None
+    where rows lie one by one, and where a tracer cannot tell."""
     if x.ndim < 2 or x.layout is not torch.strided or x.is_nested:
-        return False
-    return x.stride(-2) == 1 and x.shape[-1] > 1 and x.shape[-2] > 1  # in this order: sizes may be unknown to torch.export
+        return None
+    axis, across = x.ndim - 1, 1  # R is the product of the axes from ``axis`` on
+    while axis > 0 and _surely(x.stride(axis - 1) == across):
+        axis -= 1
+        across *= x.shape[axis]
+    if not (_surely(across > 1) and _surely(x.stride(-1) > 1) and x.shape[-1] > 1):
+        return None
+    return math.prod(x.shape[:axis]), across
 
 
-def from_the_left(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+def _surely(condition: bool) -> bool:
+    """False where that depends on a number of rows which only the data tell."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # it takes most of a second
+
+    return guard_or_false(condition)
+
+
+def from_the_left(x_BRK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """What ``F.linear`` gives."""
-    x_BKR = x.mT.reshape(-1, x.shape[-1], x.shape[-2])
-    y_BNR = torch.bmm(weight_NK.expand(x_BKR.shape[0], *weight_NK.shape), x_BKR)
+    y_BNR = torch.bmm(weight_NK.expand(x_BRK.shape[0], *weight_NK.shape), x_BRK.mT)
     if bias_N is not None:
-        y_BNR = y_BNR + bias_N.to(y_BNR.dtype)[:, None]
-    return y_BNR.mT.contiguous().reshape(*x.shape[:-1], weight_NK.shape[0])
+        y_BNR = y_BNR + bias_N[:, None]
+    return y_BNR.mT.contiguous()
 
 
 @dataclass(frozen=True)
@@ -50,10 +66,12 @@ class TorchFromTheLeft:
         return None if device.type == "cpu" else "multiplies on a CPU alone"
 
     def why_not(self, problem: GemmProblem) -> str | None:
-        return None if problem.role is Role.FPROP else "is for fprop: torch's own layer makes the gradients"
+        if problem.role is not Role.FPROP:
+            return "is for fprop: torch's own layer makes the gradients"
+        return None if problem.across else "multiplies from the left, and here x lies row by row"
 
     def multiply(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        return from_the_left(a.codes, b.codes, bias).to(out_dtype)
+        return from_the_left(a.codes[None], b.codes, bias)[0].to(out_dtype)
 
 
 add_kernel(TorchFromTheLeft())
