@@ -16,7 +16,7 @@ def demo(
 ) -> None:
     """Train a model under the Probe, measure, plan, train on, serve, and compare with its high-precision twin.
 
-    A few minutes on two CPU cores (INT8, on Arm and on x86 with VNNI or AMX) or one GPU (FP8); ends with OUT/report.html. If interrupted, run the same command
+    A few minutes on two CPU cores (INT8) or one GPU (FP8); ends with OUT/report.html. If interrupted, run the same command
     again to continue from the last checkpoint.
 
     Example: loka demo -o run

@@ -1,7 +1,10 @@
 """``loka probe``: train a workload under the Probe, and write its Record."""
 
+import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -59,16 +62,36 @@ def probe(
     if mods == []:
         raise InvalidInput(f"--mods takes the names of Mods, any of {', '.join(MODS.names())}")
     opened = open_workload(workload, BuiltInOptions(data_path, batch_size, precision, device, seed))
-    try:
-        record, was_stopped = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())
-    except KeyboardInterrupt:
-        print("\nstopped before anything was learned", file=sys.stderr)
-        sys.exit(130)
-    path = record.save(out)
+    with _interrupted_once():
+        try:
+            record, was_stopped = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())
+        except KeyboardInterrupt:
+            print("\nstopped before anything was learned", file=sys.stderr)
+            sys.exit(130)
+        path = record.save(out)
     _print(record)
     console().print(f"{path}   Next: loka measure {quote(str(out))}", soft_wrap=True)
     if was_stopped:
         sys.exit(130)
+
+
+@contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """A second Ctrl-C, or one from a shell that sends two, must not keep what was learned from being written."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else's, or ignored: it stays
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print(record: "Record") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loka.core.environment import Environment
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_kind
 from loka.core.recipe import Format
 from loka.core.record_file import RecordDocument, read_record, write_record
 from loka.core.site_record import Finding, SiteRecord
@@ -34,6 +34,7 @@ class Record:
     def merge(self, other: "Record") -> "Record":
         """The Record of both runs of one model. Weights, findings and, if it has one, step time are this one's: merge into
         the newer."""
+        require_kind(other, Record, "the other record", "load it with loka.Record.load(run)")
         if self.fingerprint != other.fingerprint:
             raise InvalidInput(
                 f"these are records of two models (fingerprints {self.fingerprint} and {other.fingerprint}): "

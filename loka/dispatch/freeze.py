@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from loka.core.errors import InvalidInput
-from loka.core.gemm import Role
 from loka.core.plan import Plan
 from loka.dispatch.frozen import Frozen, FrozenBlock, FrozenLinear
 from loka.dispatch.planned import PlannedLinear
@@ -40,11 +39,12 @@ class FreezeReport:
 def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeReport:
     """Make a model with a plan ready for serving, in place and for good: eval mode, no gradients, fprop's casts alone.
 
-    ``drop_high_precision`` drops the weights that 8-bit copies stand for: ``state_dict`` has those copies instead, for models
-    frozen by the same plan. Batches that a kernel cannot take then run on it padded; where the weight is kept, in high
-    precision. A kept weight that is written otherwise than by ``load_state_dict`` takes effect with ``loka.refresh``. A fused
-    block that runs in high precision here keeps its weight in any case, and so does a layer whose weight a function reads too,
-    as far as the Probe's runs of forward or a trace of it show.
+    ``drop_high_precision`` drops the weights that copies in 8 bits, or in bf16, stand for: ``state_dict`` has those copies
+    instead, for models frozen by the same plan. Batches that a kernel cannot take then run on it padded, as they do in an
+    exported program; where the weight is kept, otherwise in high precision. A kept weight that is written otherwise than by
+    ``load_state_dict`` takes effect with ``loka.refresh``. A fused block that runs in high precision here keeps its weight in
+    any case, and so does a layer whose weight a function reads too, as far as the Probe's runs of forward or a trace of it
+    show.
     """
     model = unwrapped(model)
     applied = required_applied(model)
@@ -60,7 +60,7 @@ def freeze(model: nn.Module, *, drop_high_precision: bool = False) -> FreezeRepo
     for site, planned in modules.items():
         if not isinstance(planned, PlannedLinear):
             continue
-        if site in bypassed or not planned.executor.operand_forms(Role.FPROP)[1].spec.format.is_8bit:
+        if site in bypassed or planned.kernels.fprop == applied.plan.document.high_precision:
             by_their_weights += applied.swaps[site]  # torch passes them by, or their gradients alone were planned
         else:
             frozen[planned] = FrozenLinear(planned, keep_weight=planned in kept)

@@ -205,7 +205,11 @@ class FrozenLinear(Frozen):
         return f"{super().extra_repr()}, fprop={self.kernel}"
 
     def _takes(self, input: Tensor) -> bool:
-        return has_rows(input) and is_format(self.weight.dtype) and self.rows.take(input.numel() // self.in_features)
+        """Whether the kernel takes the call. An exported program cannot choose by the number of rows: it pads them, as where
+        the weight was dropped."""
+        if not has_rows(input) or not is_format(self.weight.dtype):
+            return False
+        return torch.compiler.is_exporting() or self.rows.take(input.numel() // self.in_features)
 
     def _multiply(self, x_MK: Tensor) -> Tensor:
         vectors = None if self.features is None else TransformVectors(self.features, self.shift)

@@ -36,9 +36,12 @@ def describe_ceiling(ceiling: Ceiling | None, record: Record) -> str:
         why = "was not timed" if record.step_us is None else f"was timed on {record.environment.device}, not here"
         return f"{len(record.sites)} sites. A step of the model {why}, so their share in it is not known.{uncovered}"
     covered = ceiling.covered
-    best = f"were they free, it would be {1 / (1 - covered):.2f} times as fast" if covered < 1 else "all there is"
-    share = f"{ceiling.sites_us / 1e3:.3g} of {ceiling.step_us / 1e3:.3g} ms"
-    return f"the GEMMs of {len(record.sites)} sites take {covered:.0%} of a step ({share}): {best}.{uncovered}"
+    sites_ms, step_ms = f"{ceiling.sites_us / 1e3:.3g}", f"{ceiling.step_us / 1e3:.3g} ms"
+    if covered >= 1:
+        alone = f"the GEMMs of {len(record.sites)} sites, each timed by itself, take {sites_ms} ms together"
+        return f"{alone}, and a whole step took {step_ms}: their share in it is not known.{uncovered}"
+    best = f"were they free, it would be {1 / (1 - covered):.2f} times as fast"
+    return f"the GEMMs of {len(record.sites)} sites take {covered:.0%} of a step ({sites_ms} of {step_ms}): {best}.{uncovered}"
 
 
 def _absorbed_us(site: SiteSurvey) -> float:

@@ -10,6 +10,7 @@ from loka.core.environment import Environment, current_environment
 from loka.core.errors import InvalidInput, KernelUnavailable, require_kind
 from loka.core.gemm import Role
 from loka.core.locking import alone_in
+from loka.core.names import matching
 from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record
@@ -51,8 +52,8 @@ def measure(
 ) -> Survey:
     """Measure every able kernel at every site and role of ``record``: its error on what was learned there, its times here.
 
-    ``kernels`` are names, by default all that make sense on the device; ``device`` is by default the GPU if there is one.
-    ``compiled`` is for a model that serves under torch.compile on a CPU: forward is timed as it is compiled amid other
+    ``kernels`` are names or patterns, by default all that make sense on the device; ``device`` is by default the GPU if there
+    is one. ``compiled`` is for a model that serves under torch.compile on a CPU: forward is timed as it is compiled amid other
     operations, which takes most of the casts' time away. On a GPU, times hold for compiled models anyway. With a folder
     ``out``, results are written after every site and a measurement that was interrupted goes on; the finished Survey is saved
     there. A kernel that raises, hangs or returns nonsense is listed with its reason; should one break the GPU for this
@@ -91,7 +92,8 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
         names = [name for name in KERNELS.names() if name not in wider]
         names = [name for name in names if device.type == "cpu" or not is_oracle(name)]
     else:
-        names = [KERNELS.get(name).name for name in ([kernels] if isinstance(kernels, str) else kernels)]
+        given = [kernels] if isinstance(kernels, str) else list(kernels)
+        names = [name for one in given for name in matching(one, KERNELS.names()) or [KERNELS.get(one).name]]
         _require_one(names, device)
     return tuple(dict.fromkeys((baseline, *names)))
 
@@ -231,9 +233,11 @@ def _vectors(record: Record, document: SurveyDocument) -> dict[str, torch.Tensor
 
 
 def _line(site: SiteSurvey) -> str:
-    """The site's best 8-bit kernel in fprop, for the eye that watches."""
-    fprop = [c for c in site.candidates if c.role is Role.FPROP and c.error]
+    """The site's best 8-bit kernel in fprop, or those of high precision beside the baseline, for the eye that watches."""
+    fprop = [c for c in site.candidates if c.role is Role.FPROP and c.error and c.kernel != site.baseline]
     able = [c for c in fprop if Option(c.kernel, c.role).is_8bit]
+    if not able and fprop:
+        return f"{site.site}: {_kernels({c.kernel for c in fprop})} able, of high precision"
     if not able:
         return f"{site.site}: {site.notes[-1] if site.notes else 'no kernel is able'}"
     best = min(able, key=lambda candidate: candidate.error[GATE].mean)

@@ -19,8 +19,8 @@ BLOCK = 256  # the same in training and serving
 
 def block_sizes(n_features: int, block: int = BLOCK) -> tuple[int, ...]:
     """The widths of ⌈n_features/block⌉ blocks that differ by at most one, the wider first: 1000 → 250, 250, 250, 250."""
-    if n_features < 1 or block < 1:
-        raise InvalidInput(f"n_features and block must be at least 1, got {n_features} and {block}")
+    if not (isinstance(n_features, int) and isinstance(block, int)) or n_features < 1 or block < 1:
+        raise InvalidInput(f"n_features and block must be whole numbers of at least 1, got {n_features!r} and {block!r}")
     count = -(-n_features // block)
     width, wider = divmod(n_features, count)
     return (width + 1,) * wider + (width,) * (count - wider)

@@ -37,6 +37,11 @@ def make_plan(
     limits = check_limits(goal, max_error, min_speedup)
     if not survey.sites:
         raise InvalidInput("the survey has no site to plan for: probe a model with linear layers, then measure it again")
+    if survey.document.compiled and limits.goal is Goal.TRAINING:
+        raise InvalidInput(
+            "this survey was measured for a model that serves compiled, without gradients: plan for serving by it, or measure "
+            "the record again without `compiled`"
+        )
     if kernels is not None and not isinstance(kernels, str) and not (kernels := tuple(kernels)):
         raise InvalidInput("kernels names none to plan from: name some, or leave it out for all that were measured")
     if not isinstance(keep, Iterable):

@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -115,4 +115,9 @@ def _own(name: str) -> Workload:
         raise InvalidInput(f"{name} returned a {type(workload).__name__}: it must return loka.Workload(model, batches, loss)")
     if not isinstance(workload.model, nn.Module):
         raise InvalidInput(f"the model of {name} is a {type(workload.model).__name__}, not a torch.nn.Module")
+    if not callable(workload.loss):
+        raise InvalidInput(f"the loss of {name} is a {type(workload.loss).__name__}: it must be a function of model and batch")
+    if not isinstance(workload.batches, Iterable) and not hasattr(workload.batches, "__getitem__"):
+        kind = type(workload.batches).__name__
+        raise InvalidInput(f"the batches of {name} are a {kind}: give a list, a DataLoader, or whatever can be iterated anew")
     return workload

@@ -1,5 +1,6 @@
 """``loka probe`` as a user calls it: a workload by name or their own, from training to record; a message where it fails."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,22 @@ def interrupted(by=KeyboardInterrupt):
         return loss(model, batch)
     stop.calls = 0
     return loka.Workload(model, batches, stop)
+
+def told_to_stop():
+    import signal
+    told = interrupted()
+    def stop(model, batch):
+        try:
+            return told.loss(model, batch)
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+    return loka.Workload(model, batches, stop)
+
+def of_no_loss():
+    return loka.Workload(model, batches, None)
+
+def of_a_function():
+    return loka.Workload(model, lambda: iter(batches), loss)
 
 def loses_its_store():
     return interrupted(BrokenPipeError("the feature store hung up"))
@@ -126,6 +143,25 @@ def test_an_interrupt_keeps_what_was_learned(own: str, capsys: pytest.CaptureFix
     assert "stopped at step 4 of 200" in capsys.readouterr().out
 
 
+def test_a_second_interrupt_does_not_either_lose_it(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Record.save
+
+    def interrupted_save(record: Record, out: Path) -> Path:
+        signal.raise_signal(signal.SIGINT)
+        return save(record, out)
+
+    monkeypatch.setattr(Record, "save", interrupted_save)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            run(f"probe {own}:told_to_stop --every 1")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.value.code == 130
+    assert Record.load("run").steps_seen == 4
+
+
 def test_a_reader_who_has_enough_does_not_lose_what_was_learned(own: str) -> None:
     command = [sys.executable, "-m", "loka", "probe", f"{own}:workload", "--every", "1", "--steps", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -171,6 +207,8 @@ def test_a_typo_is_told(name: str, message: str) -> None:
         ("worklod", "Did you mean 'workload'"),
         ("no_workload", r"returned a tuple: it must return loka.Workload"),
         ("of_no_module", "is a method, not a torch.nn.Module"),
+        ("of_no_loss", "is a NoneType: it must be a function of model and batch"),
+        ("of_a_function", "are a function: give a list, a DataLoader"),
         ("of_rows", r"returned a tensor of shape \(32, 1\): it must be a scalar"),
         ("of_constants", "cannot be differentiated"),
         ("of_nan", "the loss of step 1 is nan"),

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import weakref
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,14 @@ from torch.optim.swa_utils import AveragedModel
 
 import loka
 from loka.core.errors import InvalidInput
+from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan
+from loka.core.recipe import Format, Scaling
 from loka.dispatch.frozen import FrozenLinear
+from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteKernels
+from loka.kernels.operand import OperandSpec
+from loka.kernels.providers.reference import Reference
 
 DYNAMIC = dict.fromkeys(("bottom", "top.0", "top.2"), SiteKernels.same("onednn.int8_dynamic"))
 PLANS = [
@@ -258,6 +264,55 @@ def test_it_is_exported_and_served_by_another_process(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", serve, tmp_path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"{2 * len(here)}\n"), done.stderr
+
+
+@dataclass(frozen=True)
+class Padded(Reference):
+    """A kernel that wants rows in multiples of 16."""
+
+    def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
+        a, b = super().operands(role)
+        return replace(a, outer_multiple=16), b
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@torch.no_grad()
+def test_what_is_exported_pads_as_many_rows_as_come(drop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the weight was kept an eager call runs too few rows in high precision, and a program cannot choose."""
+    padded = Padded("padded.int8", Format.INT8, Scaling.ROWWISE, Scaling.ROWWISE, Format.INT8)
+    monkeypatch.setitem(KERNELS._entries, padded.name, padded)
+    model, as_is = tower(), tower()
+    loka.apply_plan(model, plan_for(model, dict.fromkeys(DYNAMIC, SiteKernels.same(padded.name)), goal=Goal.SERVING))
+    loka.apply_plan(
+        as_is, plan_for(as_is, dict.fromkeys(DYNAMIC, SiteKernels.same("reference.int8_rowwise")), goal=Goal.SERVING)
+    )
+    loka.freeze(model, drop_high_precision=drop)
+    for traced in (64, 5):
+        program = torch.export.export(model, (batch(traced),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        for rows in (64, 33, 5, 1):
+            torch.testing.assert_close(program.module()(batch(rows)), as_is(batch(rows)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@torch.no_grad()
+def test_another_high_precision_is_frozen_too(drop: bool) -> None:
+    model, other = tower(), tower(1)
+    for one in (model, other):
+        loka.apply_plan(one, plan_for(one, dict.fromkeys(DYNAMIC, SiteKernels.same("torch.bf16")), goal=Goal.SERVING))
+    expected, weights = model(batch()), {name: value.clone() for name, value in model.state_dict().items()}
+    report = loka.freeze(model, drop_high_precision=drop)
+    assert report.sites == tuple(DYNAMIC)
+    assert {type(model.get_submodule(site)) for site in DYNAMIC} == {FrozenLinear}
+    assert torch.equal(model(batch()), expected)
+    assert not torch.equal(tower()(batch()), expected)
+    copied = sum(model.get_submodule(site).weight.numel() for site in DYNAMIC)
+    counters = 8 * len(DYNAMIC)  # of calls in high precision, which a frozen site has none of
+    assert report.bytes_after - report.bytes_before == (-2 if drop else 2) * copied - counters
+    program = torch.export.export(model, (batch(17),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert torch.equal(program.module()(batch(3)), model(batch(3)))
+    loka.freeze(other, drop_high_precision=drop)
+    other.load_state_dict(weights)
+    assert torch.equal(other(batch()), expected)
 
 
 class Routed(nn.Module):

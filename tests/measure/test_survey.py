@@ -23,13 +23,13 @@ from loka.core.site_record import Finding
 from loka.core.survey import BlockCandidate, Candidate, Ceiling, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
 from loka.measure.block import Blocks
-from loka.measure.ceiling import with_blocks
+from loka.measure.ceiling import describe_ceiling, with_blocks
 from loka.measure.error import FEWEST_SAMPLES, MOST_SAMPLES, OptionError, budgets_s, draw_tensors, until_known, usual_rows
 from loka.measure.partial import identity_of
 from loka.measure.parts import Option, SiteParts, SiteTensors
 from loka.measure.site_survey import _cast_sets
 from loka.measure.speed import Speeds, TimedShape
-from loka.measure.survey import measure
+from loka.measure.survey import chosen_kernels, measure
 from loka.measure.timing import time_together
 from loka.numerics.metrics import measure_error
 
@@ -289,6 +289,15 @@ class TestSitesOfAllKinds:
         assert "Threshold, which follows it, has settings" in reasons["threshold"][0]
 
 
+def test_kernels_may_be_named_by_patterns() -> None:
+    record = record_of(site_record("a", normal_weight()))
+    assert chosen_kernels(record, ["reference.int8*", "torch.bf16"], torch.device("cpu")) == (
+        "torch.fp32", "reference.int8_rowwise", "reference.int8_tensorwise", "torch.bf16",
+    )  # fmt: skip
+    with pytest.raises(UnknownName, match=r"no kernel is called 'reference\.int9\*'"):
+        chosen_kernels(record, ["reference.int9*"], torch.device("cpu"))
+
+
 class TestCeiling:
     def test_is_the_share_of_the_baseline_in_a_step(self) -> None:
         said: list[str] = []
@@ -306,6 +315,14 @@ class TestCeiling:
         assert ceiling.uncovered == ("linear in top",)
         assert said[0].startswith(f"the GEMMs of 1 sites take {step_us / 1e5:.0%} of a step")
         assert said[0].endswith("Not covered: linear in top.")
+
+    def test_of_a_step_shorter_than_its_sites_no_share_is_told(self) -> None:
+        record = record_of(site_record("a", normal_weight(), calls={128: 3.0}))
+        told = describe_ceiling(Ceiling(step_us=124e3, sites_us=194e3), record)
+        assert told == (
+            "the GEMMs of 1 sites, each timed by itself, take 194 ms together, and a whole step took 124 ms: "
+            "their share in it is not known."
+        )
 
     def test_rows_that_were_not_timed_take_what_the_nearest_above_do(self) -> None:
         calls = {m: 2.0 if m in (8, 16, 32, 64, 128, 256) else 1.0 for m in (8, 12, 16, 24, 32, 64, 128, 256, 512)}

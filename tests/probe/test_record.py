@@ -251,6 +251,11 @@ def test_an_older_file_is_told(record: Record, tmp_path: Path) -> None:
         Record.load(path)
 
 
+def test_what_is_no_record_does_not_merge(record: Record) -> None:
+    with pytest.raises(InvalidInput, match=r"the other record.*load it with loka\.Record\.load"):
+        record.merge("run")  # type: ignore[arg-type]
+
+
 def test_records_of_two_models_do_not_merge() -> None:
     with pytest.raises(InvalidInput, match="records of two models"):
         record_of([torch.randn(8, 12)]).merge(record_of([torch.randn(8, 12)], make_model(width=8)))
