@@ -22,7 +22,8 @@ def measure(
     run: Path,
     *,
     kernels: Annotated[
-        list[str] | None, Parameter(help="Names; all that make sense on the device if not given.", consume_multiple=True)
+        list[str] | None,
+        Parameter(help="Names or patterns; all that make sense on the device if not given.", consume_multiple=True),
     ] = None,
     device: Annotated[str, Parameter(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     compiled: Annotated[bool, Parameter(help="On a CPU: for a model that serves under torch.compile.")] = False,
@@ -49,7 +50,8 @@ def measure(
         print(f"\nstopped: run `{shlex.join(again)}` to continue where it stopped", file=sys.stderr)
         sys.exit(130)
     _print(survey)
-    console().print(f"{folder}/survey.json   Next: loka plan {shlex.quote(str(folder))}", soft_wrap=True)
+    goal = " --goal serving" if compiled else ""
+    console().print(f"{folder}/survey.json   Next: loka plan {shlex.quote(str(folder))}{goal}", soft_wrap=True)
 
 
 def _print(survey: "Survey") -> None:

@@ -12,15 +12,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from loka.core.errors import InvalidInput
+from loka.core.errors import InvalidInput, require_count
 
 BLOCK = 256  # the same in training and serving
 
 
 def block_sizes(n_features: int, block: int = BLOCK) -> tuple[int, ...]:
     """The widths of ⌈n_features/block⌉ blocks that differ by at most one, the wider first: 1000 → 250, 250, 250, 250."""
-    if not (isinstance(n_features, int) and isinstance(block, int)) or n_features < 1 or block < 1:
-        raise InvalidInput(f"n_features and block must be whole numbers of at least 1, got {n_features!r} and {block!r}")
+    require_count("n_features", n_features)
+    require_count("block", block)
     count = -(-n_features // block)
     width, wider = divmod(n_features, count)
     return (width + 1,) * wider + (width,) * (count - wider)

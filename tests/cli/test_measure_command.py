@@ -1,5 +1,6 @@
 """``loka measure`` as a user calls it: from a record on disk to a survey, with one message where there is none."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import loka
 from loka.cli import app
 from loka.cli.measure import _print
 from loka.core.environment import current_environment
-from loka.core.errors import InvalidFile, LokaError
+from loka.core.errors import InvalidFile, InvalidInput, LokaError
 from loka.core.gemm import Role
 from loka.core.recipe import Format
 from loka.core.survey import Candidate, SiteSurvey, Survey, SurveyDocument
@@ -42,7 +43,7 @@ def test_interrupted_it_tells_the_whole_command(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("loka.measure.survey.measure", interrupt)
+    monkeypatch.setattr(import_module("loka.measure.survey"), "measure", interrupt)  # loka.measure is a function
     with pytest.raises(SystemExit, match="130"):
         run(f"measure {tmp_path} {more}")
     assert f"stopped: run `{f'loka measure {tmp_path} {told}'.strip()}` to continue" in capsys.readouterr().err
@@ -54,6 +55,15 @@ def test_takes_the_paths_of_files_too(tmp_path: Path, capsys: pytest.CaptureFixt
     run(f"plan {tmp_path}/survey.json")
     assert loka.Plan.load(tmp_path).document == loka.Plan.load(tmp_path / "plan.json").document
     assert f"loka report {tmp_path}," in capsys.readouterr().out.replace("\n", "")
+
+
+def test_what_was_measured_compiled_is_planned_for_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path)
+    run(f"measure {tmp_path} --compiled --kernels torch.fp32 --device cpu")
+    assert f"Next: loka plan {tmp_path} --goal serving" in capsys.readouterr().out
+    run(f"plan {tmp_path} --goal serving")
+    with pytest.raises(InvalidInput, match="plan for serving by it"):
+        run(f"plan {tmp_path}")
 
 
 def test_measures_what_a_probe_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
