@@ -73,7 +73,7 @@ def test_graph_timing_sees_the_device_not_the_host() -> None:
 
 
 class TestMeasureSite:
-    site = SiteShape(256, 128, 64)
+    site = SiteShape(128, 128, 64)
     tensors = SiteTensors.random(site, torch.float32, CPU)
 
     def test_errors_are_those_of_the_format(self) -> None:

@@ -89,7 +89,7 @@ def test_a_record_that_cannot_be_read_is_no_other_one(surveyed: Path, capsys: py
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_says_where_times_are_of_a_compiled_model(compiled: bool, surveyed: Path, capsys: pytest.CaptureFixture) -> None:
     Survey(msgspec.structs.replace(Survey.load(surveyed).document, compiled=compiled)).save(surveyed)
-    run(f"plan {surveyed}")
+    run(f"plan {surveyed} --goal serving")
     assert ("serve it under torch.compile" in capsys.readouterr().out) is compiled
 
 
