@@ -143,7 +143,7 @@ def test_an_interrupt_keeps_what_was_learned(own: str, capsys: pytest.CaptureFix
     assert "stopped at step 4 of 200" in capsys.readouterr().out
 
 
-def test_a_second_interrupt_does_not_either_lose_it(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_does_a_second_interrupt_lose_it(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Record.save
 
     def interrupted_save(record: Record, out: Path) -> Path:
