@@ -52,7 +52,7 @@ def model(
     from loka.kernels.contract import KERNELS
     from loka.kernels.device import device_named
     from loka.models.registry import MODELS
-    from loka.train.model_arms import ARMS, BASELINE
+    from loka.train.model_arms import ARMS, ModelArm
     from loka.train.model_bench import Cell, ModelBench
     from loka.train.model_crew import measure_side_by_side
     from loka.train.model_tables import make_tables
@@ -75,20 +75,24 @@ def model(
         for name in models or MODELS.names()
         for goal in goals or list(Goal)
     ]
+    lacking: dict[Cell, list[ModelArm]] = {}
     for cell in cells:
         rows = {arm: gathered.rows.get(f"{cell}/{arm}") for arm in wanted}
-        missing = [arm for arm, row in rows.items() if row is None or (retry_failed and "failed" in row)]
-        if not missing or time.monotonic() - begin > budget_s:
-            continue
-        others = [ARMS[arm] for arm in missing if arm != BASELINE]
-        measured = measure_side_by_side(bench, cell, others, workers=workers) if workers else bench.measure(cell, others)
-        for arm, row in measured:
-            about = {"model": cell.model, "preset": cell.preset, "batch_size": cell.batch_size, "goal": cell.goal, "arm": arm}
-            gathered.add(f"{cell}/{arm}", about | row)
-            told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f}× as fast as bf16"
-            print(f"{cell}/{arm}: {told}, after {time.monotonic() - begin:.0f} s", flush=True)
-            if time.monotonic() - begin > budget_s:
-                print("the time budget is spent: the same call again measures the rest")
-                break
+        if missing := [arm for arm, row in rows.items() if row is None or (retry_failed and "failed" in row)]:
+            lacking[cell] = [ARMS[arm] for arm in missing]
+    measured = (
+        measure_side_by_side(bench, lacking, workers=workers, budget_s=budget_s)
+        if workers
+        else ((cell, arm, row) for cell, others in lacking.items() for arm, row in bench.measure(cell, others))
+    )
+    for cell, arm, row in measured:
+        about = {"model": cell.model, "preset": cell.preset, "batch_size": cell.batch_size, "goal": cell.goal, "arm": arm}
+        gathered.add(f"{cell}/{arm}", about | row)
+        told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f}× as fast as bf16"
+        print(f"{cell}/{arm}: {told}, after {time.monotonic() - begin:.0f} s", flush=True)
+        if not workers and time.monotonic() - begin > budget_s:
+            break
+    if time.monotonic() - begin > budget_s:
+        print("the time budget is spent: the same call again measures what is left")
     if gathered.rows:
         finish(gathered, f"{NOTES}\n\n{make_tables(gathered)}")

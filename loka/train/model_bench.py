@@ -89,13 +89,13 @@ class ModelBench:
     def measure(
         self, cell: Cell, arms: Iterable[ModelArm], base: ModelArm = ARMS[BASELINE]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The row of ``base``, then each arm's; an arm that cannot run has ``failed`` with the reason instead, never fatal.
+        """The row of ``base``, then each other arm's; one that cannot run has ``failed`` with the reason instead, never fatal.
 
         The base stays in memory, captured, so that every arm is timed beside it.
         """
         baseline = self.ready(cell, base)
         yield base.name, self.row(base, baseline, baseline)
-        for arm in arms:
+        for arm in (arm for arm in arms if arm != base):
             try:
                 yield arm.name, self.row(arm, self.ready(cell, arm), baseline)
             except Exception as error:  # libraries raise all kinds: whatever it is, the other arms go on

@@ -1,12 +1,14 @@
 """``loka bench model`` in less time: arms are made ready side by side, each in a process of its own, and timed one at a time.
 
 Most of the time goes to compiling, which takes one core. Steps of an arm and of the baseline are still taken in turn, though in
-two processes: while one runs, all others wait. The baseline, and surveys, which time kernels, are made with nothing beside
-them. But kernels that a library tunes by itself are tuned while other arms use the GPU too.
+two processes: while one runs, all others wait. Surveys, which time kernels, are made with nothing beside them. But kernels that
+a library tunes by itself are tuned while other arms use the GPU too.
 """
 
+import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -65,29 +67,37 @@ class Job:
 
 ArmWorker = Worker[Job, Ready | Failure]
 Row = dict[str, Any]
-Start = Callable[[ModelArm, ExitStack], ArmWorker]
+Wanted = tuple[Cell, ModelArm]
 
 
-def measure_side_by_side(bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], *, workers: int) -> Iterator[tuple[str, Row]]:
-    """The rows of ``cell`` as ``ModelBench.measure`` gives them. ``workers`` arms at once are in memory, beside the baseline.
-    An arm that runs out of memory or time, or whose process is lost, is tried again alone. A lost baseline ends the cell."""
+def measure_side_by_side(
+    bench: ModelBench, wanted: Mapping[Cell, Sequence[ModelArm]], *, workers: int, budget_s: float = math.inf
+) -> Iterator[tuple[Cell, str, Row]]:
+    """The rows of every cell as ``ModelBench.measure`` gives them. ``workers`` arms at once are in memory, of one cell or of
+    several, beside the baselines of these cells.
+
+    An arm that runs out of memory or time, or whose process is lost or its baseline's, is tried again alone, with its baseline.
+    A baseline that is lost then too ends everything. No new group of arms is begun after ``budget_s``.
+    """
     if workers < 1:
         raise InvalidInput(f"workers must be at least 1 here, got {workers}")
+    begin = time.monotonic()
+    in_order = [(cell, arm) for cell, arms in wanted.items() for arm in arms]
     with ExitStack() as held:
-        surveys = Path(held.enter_context(tempfile.TemporaryDirectory()))
-        start = partial(_start, bench, cell, surveys)
-        base = _remote(start(ARMS[BASELINE], held), is_baseline=True)
-        yield BASELINE, bench.row(ARMS[BASELINE], base, base)
-        for first in range(0, len(arms), workers):
-            group, again = arms[first : first + workers], []
-            for arm, row in _rows_of_group(bench, cell, group, base, start, surveys):
+        crew = Crew(bench, Path(held.enter_context(tempfile.TemporaryDirectory())))
+        held.callback(crew.keep_baselines, ())
+        for first in range(0, len(in_order), workers):
+            if time.monotonic() - begin > budget_s:
+                return
+            group, again = in_order[first : first + workers], []
+            for (cell, arm), row in crew.rows(group):
                 if isinstance(row, Failure) and row.crowded and len(group) > 1:
-                    again.append(arm)
+                    again.append((cell, arm))
                 else:
-                    yield arm.name, _as_told(row)
+                    yield cell, arm.name, _as_told(row)
             for alone in again:
-                for arm, row in _rows_of_group(bench, cell, [alone], base, start, surveys):
-                    yield arm.name, _as_told(row)
+                for (cell, arm), row in crew.rows([alone]):
+                    yield cell, arm.name, _as_told(row)
 
 
 def _as_told(row: Row | Failure) -> Row:
@@ -95,38 +105,72 @@ def _as_told(row: Row | Failure) -> Row:
     return {"failed": row.reason} if isinstance(row, Failure) else row
 
 
-def _rows_of_group(
-    bench: ModelBench, cell: Cell, arms: Sequence[ModelArm], base: Ready, start: Start, surveys: Path
-) -> Iterator[tuple[ModelArm, Row | Failure]]:
-    """Make all arms of a group ready side by side, then time them one by one."""
-    surveyed = {arm: _survey(bench, cell, arm, surveys) for arm in arms if arm.is_planned}
-    unsurveyed = {arm: failure for arm, failure in surveyed.items() if failure}
-    with ExitStack() as held:
-        crew = {arm: start(arm, held) for arm in arms if arm not in unsurveyed}
-        for worker in crew.values():
-            with suppress(WorkerLost):
-                worker.wait_until_ready()
-        for arm in arms:
-            yield arm, _row(bench, arm, crew[arm], base) if arm in crew else unsurveyed[arm]
+class Crew:
+    """Processes that make arms ready side by side. A cell's baseline stays in memory for the arms of the next group."""
 
+    def __init__(self, bench: ModelBench, surveys: Path) -> None:
+        self._bench, self._surveys = bench, surveys
+        self._baselines: dict[Cell, tuple[ArmWorker, ExitStack]] = {}
+        self._timed: set[Cell] = set()  # whose baselines have their rows
 
-def _survey(bench: ModelBench, cell: Cell, arm: ModelArm, surveys: Path) -> Failure | None:
-    """Save the survey of a planned arm in ``surveys``; returns why that failed, or None."""
-    try:
-        bench.survey(cell, arm).save(surveys / bench.name_of_survey(cell, arm))
-    except Exception as error:  # as for any arm: the others go on
-        return Failure.of(error)
-    finally:
-        release_memory(bench.device)
-    return None
+    def rows(self, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, Row | Failure]]:
+        """Make all arms of ``group`` ready side by side, then time them one by one."""
+        of_cell: dict[Cell, list[ModelArm]] = {}
+        for cell, arm in group:
+            of_cell.setdefault(cell, []).extend([] if arm.name == BASELINE else [arm])
+        self.keep_baselines(of_cell)
+        unsurveyed = {(cell, arm): failure for cell, arm in group if arm.is_planned and (failure := self._survey(cell, arm))}
+        for cell in of_cell.keys() - self._baselines.keys():
+            process = ExitStack()
+            self._baselines[cell] = self._start(cell, ARMS[BASELINE], process), process
+        with ExitStack() as held:
+            surveyed = [(cell, arm) for cell, arms in of_cell.items() for arm in arms if (cell, arm) not in unsurveyed]
+            crew = {wanted: self._start(*wanted, held) for wanted in surveyed}
+            for worker in (*crew.values(), *(worker for worker, _ in self._baselines.values())):
+                with suppress(WorkerLost):
+                    worker.wait_until_ready()
+            for cell, left in of_cell.items():
+                try:
+                    base = _remote(self._baselines[cell][0], is_baseline=True)
+                    if cell not in self._timed:
+                        yield (cell, ARMS[BASELINE]), self._bench.row(ARMS[BASELINE], base, base)
+                        self._timed.add(cell)
+                    while left:
+                        wanted = cell, left[0]
+                        row = unsurveyed.get(wanted) or _row(self._bench, left[0], crew[wanted], base)
+                        del left[0]
+                        yield wanted, row
+                except BaselineLost as error:
+                    self._drop_baseline(cell)
+                    if len(group) == 1:
+                        raise
+                    for arm in left or [ARMS[BASELINE]]:
+                        yield (cell, arm), Failure.of(error)
 
+    def keep_baselines(self, cells: Collection[Cell]) -> None:
+        """Stop all but those of ``cells``."""
+        for cell in [held for held in self._baselines if held not in cells]:
+            self._drop_baseline(cell)
 
-def _start(bench: ModelBench, cell: Cell, surveys: Path, arm: ModelArm, held: ExitStack) -> ArmWorker:
-    kernels = None if bench.kernels is None else tuple(bench.kernels)
-    job = Job(cell, arm.name, str(bench.device), surveys, kernels, torch.get_num_threads())
-    worker = Worker(_made_ready, job, limit_s=None if arm.name == BASELINE else READY_LIMIT_S)
-    held.callback(worker.stop)
-    return worker
+    def _drop_baseline(self, cell: Cell) -> None:
+        self._baselines.pop(cell)[1].close()
+
+    def _survey(self, cell: Cell, arm: ModelArm) -> Failure | None:
+        """Save the survey of a planned arm; returns why that failed, or None."""
+        try:
+            self._bench.survey(cell, arm).save(self._surveys / self._bench.name_of_survey(cell, arm))
+        except Exception as error:  # as for any arm: the others go on
+            return Failure.of(error)
+        finally:
+            release_memory(self._bench.device)
+        return None
+
+    def _start(self, cell: Cell, arm: ModelArm, held: ExitStack) -> ArmWorker:
+        kernels = None if self._bench.kernels is None else tuple(self._bench.kernels)
+        job = Job(cell, arm.name, str(self._bench.device), self._surveys, kernels, torch.get_num_threads())
+        worker = Worker(_made_ready, job, limit_s=None if arm.name == BASELINE else READY_LIMIT_S)
+        held.callback(worker.stop)
+        return worker
 
 
 def _row(bench: ModelBench, arm: ModelArm, worker: ArmWorker, base: Ready) -> Row | Failure:
@@ -153,7 +197,7 @@ def _remote(worker: ArmWorker, *, is_baseline: bool = False) -> Ready:
 
     facts = call(_facts)
     if isinstance(facts, Failure):
-        raise ArmFailed(facts)
+        raise BaselineLost(facts.reason) if is_baseline else ArmFailed(facts)
     did, ready_s, peak_bytes, is_graph = facts
     return Ready(StepTimer(partial(call, _step_us), is_graph), partial(call, _shares), did, ready_s, peak_bytes)
 

@@ -83,11 +83,11 @@ def test_arms_made_ready_side_by_side_give_the_same_rows(monkeypatch):
     """More of them than there is room for at once; one cannot run, and one is planned from a survey that is made here."""
     monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
     bench = ModelBench(CPU, timed_steps=3, kernels=["onednn.int8_dynamic"])
-    arms = [ARMS[name] for name in ("fp32", "fbgemm", "loka")]
-    rows = dict(measure_side_by_side(bench, Cell("dlrm", "tiny", 32, Goal.SERVING), arms, workers=2))
+    cell, arms = Cell("dlrm", "tiny", 32, Goal.SERVING), [ARMS[name] for name in ("fp32", "fbgemm", "loka")]
+    rows = {name: row for _, name, row in measure_side_by_side(bench, {cell: arms}, workers=2)}
     assert list(rows) == [BASELINE, "fp32", "fbgemm", "loka"]
     assert rows["fbgemm"]["failed"].startswith("kernel fbgemm.rowwise_fast cannot run on")
-    alone = dict(ModelBench(CPU, timed_steps=3).measure(Cell("dlrm", "tiny", 32, Goal.SERVING), [ARMS["fp32"]]))
+    alone = dict(ModelBench(CPU, timed_steps=3).measure(cell, [ARMS["fp32"]]))
     for arm in (BASELINE, "fp32"):
         assert rows[arm].keys() == alone[arm].keys()
         assert rows[arm]["speedup"] == pytest.approx(rows[arm]["baseline_us"] / rows[arm]["time_us"]["median_us"])
@@ -118,7 +118,7 @@ class FakeWorker:
         if self.calls < 0 or (self.says == "lost in company" and self.company):
             raise WorkerLost("its process ended")
         if function is model_crew._facts:
-            is_short = self.says == "short of memory in company" and self.company
+            is_short = self.says == "short of memory" or (self.says == "short of memory in company" and self.company)
             return Failure(OUT_OF_MEMORY, crowded=True) if is_short else ("", 1.0, None, False)
         return 1000.0 if function is model_crew._step_us else None
 
@@ -128,19 +128,24 @@ class FakeWorker:
 
 @pytest.fixture
 def crew(monkeypatch):
-    """Measures with fake workers, made by name; tells the rows in a word each."""
+    """Measures two cells with fake workers, made by "cell arm"; tells the rows in a word each, as they come."""
 
-    def measure(workers: int, **made: dict) -> dict[str, str]:
-        def start(bench, cell, surveys, arm, held):
-            worker = FakeWorker(arm.name, **made.get(arm.name, {}))
+    def measure(workers: int, made: dict[str, dict] | None = None, **options) -> dict[str, str]:
+        def start(self, cell, arm, held):
+            name = f"{cell.model} {arm.name}"
+            worker = FakeWorker(name, **(made or {}).get(name, {}))
             held.callback(worker.stop)
             return worker
 
-        monkeypatch.setattr(model_crew, "_start", start)
-        arms = [ARMS[name] for name in ("fp32", "mods", "tf32")]
-        cell, told = Cell("dlrm", "tiny", 32, Goal.SERVING), {}
-        for name, row in measure_side_by_side(ModelBench(CPU, timed_steps=2), cell, arms, workers=workers):
-            told[name] = row.get("failed", "ran")
+        monkeypatch.setattr(model_crew.Crew, "_start", start)
+        wanted = {
+            Cell("dlrm", "tiny", 32, Goal.SERVING): [ARMS["fp32"], ARMS["mods"], ARMS["tf32"]],
+            Cell("wukong", "tiny", 32, Goal.SERVING): [ARMS[BASELINE], ARMS["fp32"]],
+        }
+        told = {}
+        for cell, name, row in measure_side_by_side(ModelBench(CPU, timed_steps=2), wanted, workers=workers, **options):
+            assert f"{cell.model} {name}" not in told, "measured twice"
+            told[f"{cell.model} {name}"] = row.get("failed", "ran")
         return told
 
     FakeWorker.alive.clear()
@@ -149,26 +154,35 @@ def crew(monkeypatch):
 
 
 class TestCrew:
-    ALL = dict.fromkeys((BASELINE, "fp32", "mods", "tf32"), "ran")
+    ALL = dict.fromkeys(("dlrm bf16", "dlrm fp32", "dlrm mods", "dlrm tf32", "wukong bf16", "wukong fp32"), "ran")
 
-    @pytest.mark.parametrize(("workers", "most"), [(1, 2), (2, 3), (9, 4)])
-    def test_no_more_arms_than_workers_are_in_memory(self, crew, workers, most):
+    @pytest.mark.parametrize(("workers", "most"), [(1, 2), (2, 3), (4, 5), (9, 6)])
+    def test_no_more_arms_than_workers_and_their_baselines_are_in_memory(self, crew, workers, most):
         assert crew(workers) == self.ALL
         assert FakeWorker.most == most
         assert not FakeWorker.alive
 
     def test_an_arm_that_is_lost_or_late_costs_its_own_row(self, crew):
-        told = crew(3, mods={"says": "late"}, tf32={"calls": 2})
-        assert told == self.ALL | {"mods": "not ready after 240 s", "tf32": "its process ended"}
+        told = crew(3, {"dlrm mods": {"says": "late"}, "dlrm tf32": {"calls": 2}})
+        assert told == self.ALL | {"dlrm mods": "not ready after 240 s", "dlrm tf32": "its process ended"}
 
     @pytest.mark.parametrize("fate", ["short of memory", "late", "lost"])
-    def test_an_arm_that_fails_for_the_others_sake_is_tried_again_alone(self, crew, fate):
-        assert crew(3, mods={"says": f"{fate} in company"}) == self.ALL
-
-    def test_without_the_baseline_nothing_is_written_down(self, crew):
-        with pytest.raises(BaselineLost, match="its process ended"):
-            crew(3, bf16={"calls": 9})
+    @pytest.mark.parametrize("name", ["dlrm mods", "dlrm bf16", "wukong bf16"])
+    def test_what_fails_for_the_others_sake_is_tried_again_alone(self, crew, name, fate):
+        assert crew(9, {name: {"says": f"{fate} in company"}}) == self.ALL
         assert not FakeWorker.alive
+
+    def test_a_lost_baseline_is_made_again_and_costs_no_row(self, crew):
+        assert crew(9, {"dlrm bf16": {"calls": 9}}) == self.ALL
+
+    @pytest.mark.parametrize("says", ["late", "short of memory"])
+    def test_without_the_baseline_nothing_is_written_down(self, crew, says):
+        with pytest.raises(BaselineLost, match=r"not ready after 240 s|out of memory"):
+            crew(9, {"dlrm bf16": {"says": says}})
+        assert not FakeWorker.alive
+
+    def test_no_group_is_begun_without_time_left(self, crew):
+        assert crew(3, budget_s=-1.0) == {}
         with pytest.raises(InvalidInput, match="workers must be at least 1"):
             crew(0)
 
