@@ -32,3 +32,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.fail("a gpu test was selected, but torch sees no GPU here")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process of their own for kernels that are known to be well: it takes seconds to start."""
+    monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)

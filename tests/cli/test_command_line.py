@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,7 @@ from loka.cli import app, main
 COMMANDS = ("demo", "probe", "measure", "plan", "train", "report", "kernels")
 
 
-def loka(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "loka", *words], capture_output=True, text=True, check=False)
+Loka = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -43,7 +43,7 @@ def test_help_lists_commands_in_the_order_they_are_used(capsys: pytest.CaptureFi
         (["measure"], "requires an argument"),
     ],
 )
-def test_a_mistyped_command_is_answered_with_what_was_meant(words: list[str], message: str) -> None:
+def test_a_mistyped_command_is_answered_with_what_was_meant(loka: Loka, words: list[str], message: str) -> None:
     done = loka(*words)
     assert done.returncode == 2
     assert message in " ".join((done.stdout + done.stderr).replace("│", " ").split())
@@ -51,7 +51,7 @@ def test_a_mistyped_command_is_answered_with_what_was_meant(words: list[str], me
 
 
 @pytest.mark.parametrize("command", ["measure", "plan", "report"])
-def test_a_run_that_is_not_there_says_what_makes_it(command: str) -> None:
+def test_a_run_that_is_not_there_says_what_makes_it(loka: Loka, command: str) -> None:
     done = loka(command, "nowhere")
     assert done.returncode == 1
     assert done.stderr.startswith("loka: there is no ")

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,16 +15,7 @@ from loka.cli import app
 from loka.core.gemm import SiteShape
 from loka.measure import gemm as gemm_module
 
-
-def loka(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loka", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=check, env={**_environment(), "COLUMNS": "140"})
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+Loka = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("statement", ["import loka", "import loka.cli", "import loka.core.gemm, loka.core.results"])
@@ -72,7 +64,7 @@ def test_listing_loads_no_vendor_library() -> None:
     subprocess.run([sys.executable, "-c", probe], check=True)
 
 
-def test_lists_every_kernel_or_says_why_not() -> None:
+def test_lists_every_kernel_or_says_why_not(loka: Loka) -> None:
     rows = msgspec.json.decode(loka("kernels", "--device", "cpu", "--json").stdout)["kernels"]
     assert {row["kernel"] for row in rows} >= {"torch.fp32", "torch.rowwise", "fbgemm.rowwise", "onednn.int8"}
     assert all(bool(row["roles"]) != bool(row["why_not"]) for row in rows)
@@ -81,7 +73,7 @@ def test_lists_every_kernel_or_says_why_not() -> None:
     assert all(row["kernel"] in text for row in rows)
 
 
-def test_measures_at_a_shape() -> None:
+def test_measures_at_a_shape(loka: Loka) -> None:
     rows = msgspec.json.decode(loka("kernels", "--device", "cpu", "--shape", "64x128x32", "--json").stdout)
     measured = {(row["kernel"], row["role"]): row for row in rows if not row.get("why_not")}
     assert 0.005 < measured["onednn.int8", "fprop"]["error"]["relative_rms"] < 0.02
@@ -103,14 +95,14 @@ def test_measures_at_a_shape() -> None:
         (["bench", "gemm", "--kernels", "torch.roww"], "no kernel is called 'torch.roww'. Did you mean 'torch.rowwise'"),
     ],
 )
-def test_a_mistake_is_one_message_and_no_traceback(arguments: list[str], message: str) -> None:
-    done = loka(*arguments, check=False)
+def test_a_mistake_is_one_message_and_no_traceback(loka: Loka, arguments: list[str], message: str) -> None:
+    done = loka(*arguments)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_bench_gemm_writes_its_table(tmp_path: Path) -> None:
+def test_bench_gemm_writes_its_table(loka: Loka, tmp_path: Path) -> None:
     done = loka("bench", "gemm", "--shapes", "32x64x48", "--kernels", "onednn.int8", "--device", "cpu", "--out", str(tmp_path))
     (json_path,) = tmp_path.glob("*-gemm.json")
     document = msgspec.json.decode(json_path.read_bytes())

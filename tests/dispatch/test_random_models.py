@@ -144,7 +144,7 @@ def block_candidates(site: SiteRecord) -> tuple[BlockCandidate, ...]:
 
 
 @pytest.mark.usefixtures("pretended_kernels")
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(steps=random_steps(), number=st.integers(0, 9))
 def test_what_is_fused_computes_what_it_did(steps: list[Step], number: int) -> None:
     """With all its blocks, with one of them given back, and with none."""

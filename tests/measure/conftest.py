@@ -15,9 +15,3 @@ def faulty_kernels() -> Iterator[tuple[str, ...]]:
     yield names
     for name in names:
         KERNELS.remove(name)
-
-
-@pytest.fixture
-def without_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process of their own for kernels that are known to be well: it takes seconds to start."""
-    monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)

@@ -56,7 +56,7 @@ def exact(parts: SiteParts, turn: int, *, relus: bool) -> torch.Tensor:
 def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) -> None:
     """Several of them, whatever the shape, and wherever a feature's values lie; each has a weight of its own."""
     with room_to_compile():
-        for (m, k, n), across in (((48, 40, 24), None), ((48, 40, 24), 8), ((60, 24, 32), None), ((60, 24, 32), 12)):
+        for (m, k, n), across in (((48, 40, 24), None), ((60, 24, 32), None), ((60, 24, 32), 12)):
             if option == FROM_THE_LEFT and across is None:
                 continue  # is refused
             parts = parts_of(m, k, n)

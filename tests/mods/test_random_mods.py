@@ -130,7 +130,7 @@ def changed_by_hand(model: Random, mods: list[str], normed: list[str]) -> Random
     return model
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(steps=random_steps(), mods=st.sets(st.sampled_from(MODS), min_size=2).map(sorted), is_run=st.booleans())
 def test_mods_do_what_they_say_and_no_more(steps: list[Step], mods: list[str], is_run: bool) -> None:
     torch.manual_seed(0)

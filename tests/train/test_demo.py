@@ -197,6 +197,7 @@ def test_the_command_stops_without_a_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.usefixtures("without_trials")
 def test_plans_of_fused_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where blocks are fastest: emulated here, with times that say so."""
     emulate(monkeypatch)

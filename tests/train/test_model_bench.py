@@ -79,9 +79,9 @@ def test_serving_is_in_the_arms_dtype_and_training_moves_the_weights(bench):
 
 
 @needs("onednn.int8_dynamic")
-def test_arms_made_ready_side_by_side_give_the_same_rows(monkeypatch):
+@pytest.mark.usefixtures("without_trials")
+def test_arms_made_ready_side_by_side_give_the_same_rows():
     """More of them than there is room for at once; one cannot run, and one is planned from a survey that is made here."""
-    monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
     bench = ModelBench(CPU, timed_steps=3, kernels=["onednn.int8_dynamic"])
     cell, arms = Cell("dlrm", "tiny", 32, Goal.SERVING), [ARMS[name] for name in ("fp32", "fbgemm", "loka")]
     rows = {name: row for _, name, row in measure_side_by_side(bench, {cell: arms}, workers=2)}
@@ -204,9 +204,9 @@ def test_what_an_arm_drops_in_serving_is_gone(bench):
 
 
 @needs("onednn.int8_dynamic")
+@pytest.mark.usefixtures("without_trials")
 def test_a_survey_that_was_kept_is_planned_from(tmp_path, monkeypatch):
     cell = Cell("dlrm", "tiny", 32, Goal.SERVING)
-    monkeypatch.setattr("loka.measure.survey.needs_trial", lambda kernel: False)
     measured = dict(
         ModelBench(CPU, timed_steps=2, surveys=tmp_path, kernels=["onednn.int8_dynamic"]).measure(cell, [ARMS["loka"]])
     )

@@ -243,6 +243,7 @@ class TestJobs:
         assert done[-1] == 1.0
 
 
+@pytest.mark.usefixtures("without_trials")
 class TestPlannedArms:
     def test_what_is_accurate_goes_to_8_bits_in_all_roles_though_it_is_slower(self):
         def candidate(kernel: str, role: Role, error: float, time_us: float | None) -> Candidate:

@@ -133,7 +133,7 @@ OPTIONS = st.builds(
 )
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(rows=SIZES, cols=SIZES, kinds=st.sampled_from(KINDS), options=OPTIONS, seed=st.integers(0, 2**20), found=st.booleans())
 def test_interpreted_steps_with_one_scale(
     interpreter: None, rows: int, cols: int, kinds: tuple[str, str], options: Options, seed: int, found: bool
@@ -141,8 +141,8 @@ def test_interpreted_steps_with_one_scale(
     check_one_scale(rows, cols, kinds, options, seed, torch.device("cpu"), found)
 
 
-@settings(max_examples=2)
-@example(rows=3, cols=4097, options=Options(), seed=0, found=True)  # one column past the last whole tile
+@settings(max_examples=1)
+@example(rows=2, cols=4097, options=Options(), seed=0, found=True)  # one column past the last whole tile
 @given(
     rows=st.integers(1, 4),
     cols=st.sampled_from([512, 513, 1000]),

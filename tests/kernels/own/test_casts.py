@@ -94,7 +94,7 @@ def check(x: Tensor, plain: str, trans: str, multiple: int) -> None:
             assert_is_the_oracles(kind, got, got_scale, oriented)
 
 
-@settings(max_examples=20)
+@settings(max_examples=14)
 @given(
     rows=st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 200])),
     cols=st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 200])),

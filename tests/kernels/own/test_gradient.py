@@ -91,14 +91,14 @@ def check_codes(got: GradientCodes, dz: Tensor, slack: Tensor) -> None:
     assert ((got.bias_N.double() - dz.sum(0)).abs() <= sums_error).all()
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(m=st.integers(1, 70), n=FEATURES, activation=ACTIVATION, fp32=st.booleans(), block=st.sampled_from([20, 256]))
 def test_interpreted_backward(interpreter: None, m: int, n: int, activation: str, fp32: bool, block: int) -> None:
     torch.manual_seed(m)
     check_backward(m, NormBlocks(n, block), activation, torch.float32 if fp32 else torch.bfloat16, torch.device("cpu"))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(m=st.integers(1, 70), n=FEATURES, activation=ACTIVATION, fp32=st.booleans(), u_fp32=st.booleans())
 def test_interpreted_backward_without_norm(
     interpreter: None, m: int, n: int, activation: str, fp32: bool, u_fp32: bool

@@ -167,6 +167,6 @@ def test_casts_of_changing_rows_are_compiled_no_more_than_twice(interpreter: Non
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)
-    for rows in (64, 48, 80, 63, 130, 1024):
+    for rows in (64, 48, 80, 63, 130):
         compiled(torch.randn(rows, 32)).sum().backward()
     assert counter.frame_count <= 2
