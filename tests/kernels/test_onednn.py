@@ -12,6 +12,8 @@ from weakref import WeakSet
 import pytest
 import torch
 from contract_check import check_product, operands_of, values
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from loka.core.gemm import SOURCES, GemmProblem, Role, SiteShape, TensorName
 from loka.core.recipe import Format
@@ -114,6 +116,25 @@ def test_packed_weights_are_kept_for_the_last_numbers_of_rows(monkeypatch: pytes
     assert packed_for(99) in alive
     del packed_for
     assert not alive
+
+
+@pytest.mark.parametrize("name", ["onednn.int8", "onednn.int8_tensorwise"])
+def test_compiled_code_makes_a_scale_once(name: str) -> None:
+    """And not again for each value that it scales: the least that a scale may be stands in one place."""
+    kernel, weight = able(name), torch.randn(64, 64)
+    _, b = operands_of(kernel, Role.FPROP, {TensorName.X: torch.randn(1, 64), TensorName.W: weight})
+    form = Form(kernel.operands(Role.FPROP)[0], transposed=False)
+
+    def layer(x: Tensor) -> Tensor:
+        (a,) = cast(TensorName.X, x.relu(), (form,))
+        return multiply(kernel, Role.FPROP, a, b, torch.float32).relu()
+
+    x = torch.randn(64, 64)
+    with torch.no_grad():
+        expected = layer(x)
+        out, (code,) = run_and_get_code(torch.compile(layer, fullgraph=True, dynamic=False), x)
+    assert torch.equal(out, expected)
+    assert code.count(str(torch.finfo(torch.float32).smallest_normal)) == 1
 
 
 @pytest.mark.parametrize("name", KERNEL_NAMES)
