@@ -34,7 +34,10 @@ def model(
     ] = None,
     workers: Annotated[
         int,
-        Parameter(help="Arms prepared in parallel, each using its own memory; 0 runs them one after another in this process."),
+        Parameter(
+            help="Arms made ready in parallel, each using its own memory, beside a baseline for each of their models and batch "
+            "sizes; 0 runs them one after another in this process."
+        ),
     ] = 0,
     surveys: Annotated[Path | None, Parameter(help="Folder for surveys; surveys already there are reused.")] = None,
     retry_failed: Annotated[bool, Parameter(help="Try again what could not run in an earlier call.")] = False,
@@ -80,19 +83,25 @@ def model(
         rows = {arm: gathered.rows.get(f"{cell}/{arm}") for arm in wanted}
         if missing := [arm for arm, row in rows.items() if row is None or (retry_failed and "failed" in row)]:
             lacking[cell] = [ARMS[arm] for arm in missing]
+
+    def is_late() -> bool:
+        return time.monotonic() - begin > budget_s
+
     measured = (
         measure_side_by_side(bench, lacking, workers=workers, budget_s=budget_s)
         if workers
-        else ((cell, arm, row) for cell, others in lacking.items() for arm, row in bench.measure(cell, others))
+        else ((cell, arm, row) for cell, others in lacking.items() if not is_late() for arm, row in bench.measure(cell, others))
     )
-    for cell, arm, row in measured:
-        about = {"model": cell.model, "preset": cell.preset, "batch_size": cell.batch_size, "goal": cell.goal, "arm": arm}
-        gathered.add(f"{cell}/{arm}", about | row)
-        told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f}× as fast as bf16"
-        print(f"{cell}/{arm}: {told}, after {time.monotonic() - begin:.0f} s", flush=True)
-        if not workers and time.monotonic() - begin > budget_s:
-            break
-    if time.monotonic() - begin > budget_s:
-        print("the time budget is spent: the same call again measures what is left")
-    if gathered.rows:
-        finish(gathered, f"{NOTES}\n\n{make_tables(gathered)}")
+    try:
+        for cell, arm, row in measured:
+            about = {"model": cell.model, "preset": cell.preset, "batch_size": cell.batch_size, "goal": cell.goal, "arm": arm}
+            gathered.add(f"{cell}/{arm}", about | row)
+            told = f"failed: {row['failed']}" if "failed" in row else f"{row['speedup']:.2f}× as fast as bf16"
+            print(f"{cell}/{arm}: {told}, after {time.monotonic() - begin:.0f} s", flush=True)
+            if not workers and is_late():
+                break
+        if is_late():
+            print("the time budget is spent: the same call again measures what is left")
+    finally:  # whatever ended it: what was measured is told
+        if gathered.rows:
+            finish(gathered, f"{NOTES}\n\n{make_tables(gathered)}")

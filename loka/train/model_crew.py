@@ -8,9 +8,10 @@ a library tunes by itself are tuned while other arms use the GPU too.
 import math
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,16 +30,13 @@ READY_LIMIT_S = 420.0  # for an arm to be built and compiled, beside others; an 
 Result = TypeVar("Result")
 
 
-class BaselineLost(WorkerLost):
-    """The baseline's process is lost, so no arm can be compared with anything."""
-
-
 @dataclass(frozen=True)
 class Failure:
     """Why an arm has no row."""
 
     reason: str
     crowded: bool = False  # it ran out of memory or time, or its process was lost: alone it may run
+    of_baseline: bool = False  # its baseline failed, so there is nothing to compare it with
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
@@ -51,6 +49,10 @@ class ArmFailed(KernelUnavailable):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.reason)
         self.failure = failure
+
+
+class BaselineLost(ArmFailed):
+    """A baseline failed, so there is nothing to compare arms with."""
 
 
 @dataclass(frozen=True)
@@ -77,32 +79,37 @@ def measure_side_by_side(
     several, beside the baselines of these cells.
 
     An arm that runs out of memory or time, or whose process is lost or its baseline's, is tried again alone, with its baseline.
-    A baseline that is lost then too ends everything. No new group of arms is begun after ``budget_s``.
+    A cell whose baseline fails then too has no more rows, and BaselineLost is raised behind those of the others. After
+    ``budget_s`` nothing more is begun.
     """
     if workers < 1:
         raise InvalidInput(f"workers must be at least 1 here, got {workers}")
     begin = time.monotonic()
+    tried_alone: set[Wanted] = set()
+    lost: dict[Cell, str] = {}  # whose baseline cannot run, and why
     in_order = [(cell, arm) for cell, arms in wanted.items() for arm in arms]
+    groups = deque(in_order[first : first + workers] for first in range(0, len(in_order), workers))
     with ExitStack() as held:
         crew = Crew(bench, Path(held.enter_context(tempfile.TemporaryDirectory())))
         held.callback(crew.keep_baselines, ())
-        for first in range(0, len(in_order), workers):
-            if time.monotonic() - begin > budget_s:
-                return
-            group, again = in_order[first : first + workers], []
-            for (cell, arm), row in crew.rows(group):
-                if isinstance(row, Failure) and row.crowded and len(group) > 1:
-                    again.append((cell, arm))
+        while groups and time.monotonic() - begin <= budget_s:
+            group = [one for one in groups.popleft() if one[0] not in lost]
+            again: list[Wanted] = []
+            for one, row in crew.rows(group):
+                cell, arm = one
+                if not isinstance(row, Failure):
+                    yield cell, arm.name, row
+                elif row.crowded and (len(group) > 1 or row.of_baseline) and one not in tried_alone:
+                    again.append(one)
+                elif row.of_baseline:
+                    lost[cell] = row.reason
                 else:
-                    yield cell, arm.name, _as_told(row)
-            for alone in again:
-                for (cell, arm), row in crew.rows([alone]):
-                    yield cell, arm.name, _as_told(row)
-
-
-def _as_told(row: Row | Failure) -> Row:
-    """The row as results hold it."""
-    return {"failed": row.reason} if isinstance(row, Failure) else row
+                    yield cell, arm.name, {"failed": row.reason}
+            tried_alone.update(again)
+            groups.extendleft([one] for one in reversed(again))
+    if lost:
+        told = "; ".join(f"{cell}: {reason}" for cell, reason in lost.items())
+        raise BaselineLost(Failure(f"without {BASELINE} there is nothing to compare with ({told})", of_baseline=True))
 
 
 class Crew:
@@ -115,20 +122,21 @@ class Crew:
 
     def rows(self, group: Sequence[Wanted]) -> Iterator[tuple[Wanted, Row | Failure]]:
         """Make all arms of ``group`` ready side by side, then time them one by one."""
-        of_cell: dict[Cell, list[ModelArm]] = {}
+        of_cell: dict[Cell, list[ModelArm]] = {cell: [] for cell, _ in group}
         for cell, arm in group:
-            of_cell.setdefault(cell, []).extend([] if arm.name == BASELINE else [arm])
+            if arm.name != BASELINE:
+                of_cell[cell].append(arm)
         self.keep_baselines(of_cell)
         unsurveyed = {(cell, arm): failure for cell, arm in group if arm.is_planned and (failure := self._survey(cell, arm))}
-        for cell in of_cell.keys() - self._baselines.keys():
-            process = ExitStack()
-            self._baselines[cell] = self._start(cell, ARMS[BASELINE], process), process
+        for cell in of_cell:
+            if cell not in self._baselines:
+                process = ExitStack()
+                self._baselines[cell] = self._start(cell, ARMS[BASELINE], process), process
+        _wait(worker for worker, _ in self._baselines.values())  # captured before arms take their memory
         with ExitStack() as held:
             surveyed = [(cell, arm) for cell, arms in of_cell.items() for arm in arms if (cell, arm) not in unsurveyed]
             crew = {wanted: self._start(*wanted, held) for wanted in surveyed}
-            for worker in (*crew.values(), *(worker for worker, _ in self._baselines.values())):
-                with suppress(WorkerLost):
-                    worker.wait_until_ready()
+            _wait(crew.values())
             for cell, left in of_cell.items():
                 try:
                     base = _remote(self._baselines[cell][0], is_baseline=True)
@@ -142,10 +150,8 @@ class Crew:
                         yield wanted, row
                 except BaselineLost as error:
                     self._drop_baseline(cell)
-                    if len(group) == 1:
-                        raise
                     for arm in left or [ARMS[BASELINE]]:
-                        yield (cell, arm), Failure.of(error)
+                        yield (cell, arm), replace(error.failure, of_baseline=True)
 
     def keep_baselines(self, cells: Collection[Cell]) -> None:
         """Stop all but those of ``cells``."""
@@ -173,6 +179,13 @@ class Crew:
         return worker
 
 
+def _wait(workers: Iterable[ArmWorker]) -> None:
+    """Until each is ready; one that is lost says so when it is asked."""
+    for worker in workers:
+        with suppress(WorkerLost):
+            worker.wait_until_ready()
+
+
 def _row(bench: ModelBench, arm: ModelArm, worker: ArmWorker, base: Ready) -> Row | Failure:
     try:
         return bench.row(arm, _remote(worker), base)
@@ -192,12 +205,12 @@ def _remote(worker: ArmWorker, *, is_baseline: bool = False) -> Ready:
             return worker.call(function)
         except WorkerLost as error:
             if is_baseline:
-                raise BaselineLost(str(error)) from error
+                raise BaselineLost(Failure.of(error)) from error
             raise
 
     facts = call(_facts)
     if isinstance(facts, Failure):
-        raise BaselineLost(facts.reason) if is_baseline else ArmFailed(facts)
+        raise (BaselineLost if is_baseline else ArmFailed)(facts)
     did, ready_s, peak_bytes, is_graph = facts
     return Ready(StepTimer(partial(call, _step_us), is_graph), partial(call, _shares), did, ready_s, peak_bytes)
 

@@ -100,11 +100,13 @@ class FakeWorker:
     """An arm of a crew without a process: what it says when it is asked, and for how long."""
 
     alive: ClassVar[set[str]] = set()
+    made: ClassVar[list[str]] = []
     most = 0
 
     def __init__(self, name: str, says: str = "", calls: float = math.inf) -> None:
         self.name, self.says, self.calls = name, says, calls
         self.alive.add(name)
+        self.made.append(name)
         FakeWorker.most = max(FakeWorker.most, len(self.alive))
         self.company = len(self.alive) > 2
 
@@ -127,10 +129,12 @@ class FakeWorker:
 
 
 @pytest.fixture
-def crew(monkeypatch):
+def crew(bench, monkeypatch):
     """Measures two cells with fake workers, made by "cell arm"; tells the rows in a word each, as they come."""
 
-    def measure(workers: int, made: dict[str, dict] | None = None, **options) -> dict[str, str]:
+    def measure(workers: int, made: dict[str, dict] | None = None, told: dict[str, str] | None = None, **options):
+        told = {} if told is None else told
+
         def start(self, cell, arm, held):
             name = f"{cell.model} {arm.name}"
             worker = FakeWorker(name, **(made or {}).get(name, {}))
@@ -142,13 +146,13 @@ def crew(monkeypatch):
             Cell("dlrm", "tiny", 32, Goal.SERVING): [ARMS["fp32"], ARMS["mods"], ARMS["tf32"]],
             Cell("wukong", "tiny", 32, Goal.SERVING): [ARMS[BASELINE], ARMS["fp32"]],
         }
-        told = {}
-        for cell, name, row in measure_side_by_side(ModelBench(CPU, timed_steps=2), wanted, workers=workers, **options):
+        for cell, name, row in measure_side_by_side(bench, wanted, workers=workers, **options):
             assert f"{cell.model} {name}" not in told, "measured twice"
             told[f"{cell.model} {name}"] = row.get("failed", "ran")
         return told
 
     FakeWorker.alive.clear()
+    FakeWorker.made.clear()
     FakeWorker.most = 0
     return measure
 
@@ -172,17 +176,29 @@ class TestCrew:
         assert crew(9, {name: {"says": f"{fate} in company"}}) == self.ALL
         assert not FakeWorker.alive
 
-    def test_a_lost_baseline_is_made_again_and_costs_no_row(self, crew):
-        assert crew(9, {"dlrm bf16": {"calls": 9}}) == self.ALL
+    @pytest.mark.parametrize("workers", [1, 2, 3, 9])
+    def test_a_lost_baseline_is_made_again_and_costs_no_row(self, crew, workers):
+        """It is there for two arms or more; the third worker's second group is of one arm."""
+        assert crew(workers, {"dlrm bf16": {"calls": 12}}) == self.ALL
+        assert FakeWorker.made.count("dlrm bf16") > 1
 
+    @pytest.mark.parametrize("workers", [1, 3, 9])
     @pytest.mark.parametrize("says", ["late", "short of memory"])
-    def test_without_the_baseline_nothing_is_written_down(self, crew, says):
-        with pytest.raises(BaselineLost, match=r"not ready after 240 s|out of memory"):
-            crew(9, {"dlrm bf16": {"says": says}})
+    def test_without_its_baseline_nothing_of_a_cell_is_written_down(self, crew, workers, says):
+        told = {}
+        with pytest.raises(BaselineLost, match=r"to compare with \(dlrm/tiny/32/serving: (not ready|out of memory)"):
+            crew(workers, {"dlrm bf16": {"says": says}}, told)
+        assert told == {"wukong bf16": "ran", "wukong fp32": "ran"}
         assert not FakeWorker.alive
 
-    def test_no_group_is_begun_without_time_left(self, crew):
+    def test_nothing_is_begun_without_time_left(self, crew, monkeypatch):
         assert crew(3, budget_s=-1.0) == {}
+        passed = iter(range(99))
+        monkeypatch.setattr(model_crew.time, "monotonic", lambda: float(next(passed)))
+        told = crew(4, {"dlrm mods": {"says": "late in company"}}, budget_s=1.0)  # time for the first group alone
+        assert told.keys() == {"dlrm bf16", "dlrm fp32", "dlrm tf32", "wukong bf16"}
+
+    def test_there_must_be_workers(self, crew):
         with pytest.raises(InvalidInput, match="workers must be at least 1"):
             crew(0)
 
