@@ -12,20 +12,23 @@ from loka.cli import app, main
 def loka(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command line, in this process: another takes seconds to load torch. What would end in a traceback is raised."""
+    """The command line, in this process: another takes seconds to load torch. What would end in a traceback is raised, and so
+    is a failure that the test does not expect."""
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setenv("NO_COLOR", "1")
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["loka", *words])
         monkeypatch.setattr("loka.cli.app", lambda: app(words))  # under pytest it does not read argv
-        before, code = signal.getsignal(signal.SIGTERM), 0
+        before, exited_with = signal.getsignal(signal.SIGTERM), 0
         try:
             main()
         except SystemExit as exited:
-            code = exited.code
+            exited_with = exited.code
         finally:
             signal.signal(signal.SIGTERM, before)
-        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+        done = subprocess.CompletedProcess(words, code, *capsys.readouterr())
+        assert exited_with == code, done.stderr
+        return done
 
     return run

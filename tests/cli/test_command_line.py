@@ -44,19 +44,15 @@ def test_help_lists_commands_in_the_order_they_are_used(capsys: pytest.CaptureFi
     ],
 )
 def test_a_mistyped_command_is_answered_with_what_was_meant(loka: Loka, words: list[str], message: str) -> None:
-    done = loka(*words)
-    assert done.returncode == 2
+    done = loka(*words, code=2)
     assert message in " ".join((done.stdout + done.stderr).replace("│", " ").split())
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["measure", "plan", "report"])
 def test_a_run_that_is_not_there_says_what_makes_it(loka: Loka, command: str) -> None:
-    done = loka(command, "nowhere")
-    assert done.returncode == 1
+    done = loka(command, "nowhere", code=1)
     assert done.stderr.startswith("loka: there is no ")
     assert "`loka " in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_full_disk_is_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
