@@ -25,11 +25,12 @@ from loka.core.vectors import read_vectors, vectors_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.plan/5"
+SCHEMA = "loka.plan/6"
 same_fields(
     "loka.plan/1",  # without a finer forward: sites are given back whole
     "loka.plan/3",  # without ``entry``: blocks cast their inputs
     "loka.plan/4",  # without ``survey``
+    "loka.plan/5",  # without ``feeds_product``: no output is known to be read by a product
 )
 
 
@@ -97,6 +98,7 @@ class SitePlan(Struct, frozen=True):
     refused: tuple[Refusal, ...] = ()
     finer: tuple[FinerForward, ...] = ()  # those worth it: fprop in a finer 8-bit format, then in high precision
     read_by: str | None = None  # a function that reads the site's parameters without calling it
+    feeds_product: bool = False  # whether a product of the model's own reads its output as it is
 
     @property
     def is_low_precision(self) -> bool:
@@ -121,7 +123,8 @@ class SitePlan(Struct, frozen=True):
         choices = {role: Choice(kernel, reason) for role in self.kernels}
         refused = (*self.refused, *self._given_up_for(choices, reason))
         times = self.baseline_us, self.baseline_us
-        return SitePlan(self.site, self.k, self.n, choices, *times, reason, refused=refused, read_by=self.read_by)
+        known = {"read_by": self.read_by, "feeds_product": self.feeds_product}
+        return SitePlan(self.site, self.k, self.n, choices, *times, reason, refused=refused, **known)
 
     def with_finer_forward(self, kernel: str, reason: str) -> "SitePlan":
         """The same site with its next finer forward; where it has none, with all roles given back to ``kernel``."""
@@ -141,6 +144,7 @@ class SitePlan(Struct, frozen=True):
             refused=refused,
             finer=tuple(others),
             read_by=self.read_by,
+            feeds_product=self.feeds_product,
         )
 
     def _given_up_for(self, choices: Mapping[Role, Choice], reason: str) -> list[Refusal]:

@@ -20,13 +20,14 @@ from loka.core.vectors import write_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.record/7"
+SCHEMA = "loka.record/8"
 same_fields(
     "loka.record/2",  # without ``entry``: no norm in front of a site is known
     "loka.record/3",  # without ``stays``: apply_plan says then where nothing can stand in for a site
     "loka.record/4",  # without ``cast_in_step``: weights are cast after steps
     "loka.record/5",  # without ``id``
     "loka.record/6",  # without ``across``: every x lies as its rows do
+    "loka.record/7",  # without ``feeds_product``: no output is known to be read by a product
 )
 FILE = "record.safetensors"
 

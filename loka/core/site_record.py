@@ -69,6 +69,7 @@ class SiteFacts:
     cast_in_step: bool = False  # whether its optimizer casts the weight in the pass that steps it, where kernels can
     read_by: str | None = None  # a function that reads its parameters without calling it
     across: int | None = None  # where x lies transposed, as behind ``x.mT``, how many rows lie across
+    feeds_product: bool = False  # whether a product of the model's own, a matmul, reads its output as it is
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -181,6 +182,7 @@ class SiteRecord(SiteFacts):
             "is_head": one.is_head or last.is_head,
             "stays": one.stays or last.stays,
             "stays_serving": one.stays_serving or last.stays_serving,
+            "feeds_product": one.feeds_product or last.feeds_product,
             "consumers": tuple(dict.fromkeys((*one.consumers, *last.consumers, *unknown))),
             **{name: getattr(one, name) if alike(group) else None for group in groups for name in group},
         }

@@ -25,13 +25,14 @@ from loka.core.vectors import read_vectors, vectors_beside
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = "loka.survey/7"  # 1 had no misread_backward, and nothing to make it from
+SCHEMA = "loka.survey/8"  # 1 had no misread_backward, and nothing to make it from
 same_fields(
     "loka.survey/2",  # without ``entry``: blocks cast their inputs
     "loka.survey/3",  # without ``stays``: apply_plan says then where nothing can stand in for a site
     "loka.survey/4",  # without ``in_step_us``: weights are cast after steps
     "loka.survey/5",  # without ``record``
     "loka.survey/6",  # without ``compiled``: nothing was timed so
+    "loka.survey/7",  # without ``feeds_product``: timed as if no product read an output
 )
 GATE = "mere_floored"  # the one of a candidate's errors that plans are held to
 BLOCK_KERNEL = "triton.block"  # the fused kernel of every block
@@ -124,6 +125,7 @@ class SiteSurvey(Struct, frozen=True):
     stays: str | None = None  # why nothing can stand in for it, whatever that would save
     stays_serving: str | None = None  # the same when it serves
     read_by: str | None = None  # a function that reads its parameters without calling it
+    feeds_product: bool = False  # whether a product of the model's own reads its output as it is
 
 
 class Ceiling(Struct, frozen=True):

@@ -57,7 +57,7 @@ def bind_site(module: nn.Linear, site: SitePlan, plan: Plan) -> list[Swap] | str
         if kernels.fprop == LEFT:
             if plan.document.goal is Goal.TRAINING:
                 return f"is planned on {LEFT}, which is for models that serve: it makes no gradients"
-            return [Swap(module, LeftLinear.from_linear(module))]
+            return [Swap(module, LeftLinear.from_linear(module, feeds_product=site.feeds_product))]
         vector = plan.vectors[name] if (name := vector_name(site)) else None
         return [Swap(module, PlannedLinear.from_linear(module, kernels, site.transform, vector))]
     except LokaError as error:

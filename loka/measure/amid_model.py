@@ -10,6 +10,7 @@ Axes:  M rows of the batch,  K in_features,  N out_features.
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +64,16 @@ def inputs_of(parts: SiteParts, across: int | None) -> list[Tensor]:
     return [x, *(x.clone() for _ in range(1, SEVERAL))]
 
 
-def between_relus(parts: SiteParts, option: Option | None, inputs: Sequence[Tensor]) -> Callable[[int], list[Tensor]]:
+def between_relus(
+    parts: SiteParts, option: Option | None, inputs: Sequence[Tensor], *, feeds_product: bool = False
+) -> Callable[[int], list[Tensor]]:
     """One graph of a layer for each of ``inputs``, by ``option`` or as torch runs it, each between two ReLUs and with a weight
-    that no other has. The weights were cast before, as ``freeze`` does it."""
-    turns, is_across = range(len(inputs)), inputs[0].ndim == 3
+    that no other has. The weights were cast before, as ``freeze`` does it. ``feeds_product`` is that of the site's facts."""
+    turns, lies = range(len(inputs)), Lies(inputs[0].ndim == 3, feeds_product)
     if option is None:
-        run, (weights, bias_N) = _compiled_by_torch(is_across), _parameters(parts)
+        run, (weights, bias_N) = _compiled_by_torch(lies), _parameters(parts)
         return lambda _: run(inputs, weights[: len(inputs)], bias_N)
-    run, (_, form) = _compiled(option, is_across), option.forms
+    run, (_, form) = _compiled(option, lies), option.forms
     casts = [parts.operand(TensorName.W, form, turn) for turn in turns]
     codes, scales = [cast.codes for cast in casts], [cast.scale for cast in casts]
     vectors = [parts.vectors_of(option.transform, turn) for turn in turns]
@@ -90,16 +93,23 @@ def _as_it_lies(x_MK: Tensor, across: int | None) -> Tensor:
     return x_MK.view(-1, across, x_MK.shape[1]).mT.contiguous() if across else x_MK
 
 
+class Lies(NamedTuple):
+    """How a layer's x and output lie in the model."""
+
+    across: bool  # x, and then the output too where it is read,
+    feeds_product: bool  # unless a product reads that: it takes it row by row
+
+
 @cache
-def _compiled_by_torch(is_across: bool) -> Callable[..., list[Tensor]]:
+def _compiled_by_torch(lies: Lies) -> Callable[..., list[Tensor]]:
     def run(inputs: Sequence[Tensor], weights: Sequence[Tensor], bias_N: Tensor | None) -> list[Tensor]:
-        return _one_by_one(inputs, lambda x, turn: nn.functional.linear(x, weights[turn], bias_N))
+        return _one_by_one(inputs, lambda x, turn: nn.functional.linear(x, weights[turn], bias_N), lies)
 
-    return _compile(run, is_across)
+    return _compile(run, lies)
 
 
 @cache
-def _compiled(option: Option, is_across: bool) -> Callable[..., list[Tensor]]:
+def _compiled(option: Option, lies: Lies) -> Callable[..., list[Tensor]]:
     executor, (x_form, w_form) = executor_of(option.kernel, option.transform), option.forms
 
     def run(
@@ -112,28 +122,29 @@ def _compiled(option: Option, is_across: bool) -> Callable[..., list[Tensor]]:
     ) -> list[Tensor]:
         def layer(x: Tensor, turn: int) -> Tensor:
             if option.kernel == LEFT:
-                return from_the_left(x, codes[turn], bias_N)
+                return from_the_left(x, codes[turn], bias_N, in_memory=lies.feeds_product)
             x_MK = x.reshape(-1, x.shape[-1])
             (x_cast,) = cast(TensorName.X, x_MK, (x_form,), vectors[turn])
             w_cast = operand_of(w_form, codes[turn], scales[turn], shape)
             y_MN = executor.multiply(Role.FPROP, {x_form: x_cast}, {w_form: w_cast}, x.dtype, bias_N, vectors[turn])
             return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
 
-        return _one_by_one(inputs, layer)
+        return _one_by_one(inputs, layer, lies)
 
-    return _compile(run, is_across)
+    return _compile(run, lies)
 
 
-def _one_by_one(inputs: Sequence[Tensor], layer: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-    """ReLU, layer, ReLU for every x; one of three axes lies across. Each waits for the one before it, as in a model: otherwise
-    casts of all would be made first, and be out of the cache when they are read."""
+def _one_by_one(inputs: Sequence[Tensor], layer: Callable[[Tensor, int], Tensor], lies: Lies) -> list[Tensor]:
+    """ReLU, layer, ReLU for every x. Each waits for the one before it, as in a model: otherwise casts of all would be made
+    first, and be out of the cache when they are read."""
     outputs: list[Tensor] = []
     for turn, x in enumerate(inputs):
         x = (x + 0 * outputs[-1][(0,) * x.ndim] if outputs else x).relu()
-        outputs.append((layer(x.mT, turn).mT if x.ndim == 3 else layer(x, turn)).relu())
+        y = layer(x.mT if lies.across else x, turn)
+        outputs.append((y.mT if lies.across and not lies.feeds_product else y).relu())
     return outputs
 
 
-def _compile(run: Callable[..., list[Tensor]], is_across: bool) -> Callable[..., list[Tensor]]:
+def _compile(run: Callable[..., list[Tensor]], lies: Lies) -> Callable[..., list[Tensor]]:
     """Once for all shapes; but across, code for unknown sizes takes five to twelve times as long as that for known ones."""
-    return torch.compile(run, dynamic=not is_across, fullgraph=True)
+    return torch.compile(run, dynamic=not lies.across, fullgraph=True)

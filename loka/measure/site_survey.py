@@ -263,4 +263,5 @@ def _site_survey(
         stays=site.stays,
         stays_serving=site.stays_serving,
         read_by=site.read_by,
+        feeds_product=site.feeds_product,
     )

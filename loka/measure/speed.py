@@ -44,12 +44,15 @@ class TimedShape:
     weight_dtype: Format
     has_bias: bool
     cast_in_step: bool = False  # as a SiteRecord says it of its weight,
-    across: int | None = None  # and of its x
+    across: int | None = None  # and of its x,
+    feeds_product: bool = False  # and, where x lies across, of its output
 
     @classmethod
     def of(cls, site: SiteRecord, m: int, dtype: Format) -> "TimedShape":
         across = site.across if site.across and m % site.across == 0 else None
-        return cls(SiteShape(m, site.k, site.n), dtype, site.weight_format, site.has_bias, site.cast_in_step, across)
+        shape = SiteShape(m, site.k, site.n)
+        feeds_product = across is not None and site.feeds_product
+        return cls(shape, dtype, site.weight_format, site.has_bias, site.cast_in_step, across, feeds_product)
 
 
 class Speeds:
@@ -146,7 +149,9 @@ class Speeds:
         calls: dict[tuple[Option | None, int], TimedCall] = {
             ALONE: _at_first_call(partial(plain_layer, parts, shape.across)),
             **{
-                (which, n): _at_first_call(lambda which=which, n=n: between_relus(parts, which, inputs()[:n]))
+                (which, n): _at_first_call(
+                    lambda which=which, n=n: between_relus(parts, which, inputs()[:n], feeds_product=shape.feeds_product)
+                )
                 for which, n in graphs
             },
         }

@@ -93,6 +93,12 @@ class Block:
         return self.activation.module if self.activation and (self.norm is None or self.norm.module) else None
 
     @property
+    def feeds_product(self) -> bool:
+        """Whether a product that is a function reads what the site itself gives."""
+        is_alone = self.norm is None and self.activation is None
+        return is_alone and any(consumer.kind is Kind.OTHER and consumer.name in _PRODUCTS for consumer in self.consumers)
+
+    @property
     def is_whole(self) -> bool:
         """Whether one kernel may run all of it, so that nothing stays behind."""
         return all(follower.module is not None for follower in (self.norm, self.activation) if follower)

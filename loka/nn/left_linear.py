@@ -15,14 +15,18 @@ class LeftLinear(nn.Linear):
     """The same layer in the same precision, and the same parameters. Calls that need gradients, those under autocast, on
     another device, or whose x lies row by row, are torch's own."""
 
+    feeds_product: bool = False
+
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Self:
-        """One that shares the very parameters of ``linear``."""
+    def from_linear(cls, linear: nn.Linear, *, feeds_product: bool = False) -> Self:
+        """One that shares the very parameters of ``linear``. ``feeds_product``: a product reads its output, for which it lies
+        row by row in compiled code too."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module.in_features, module.out_features = linear.in_features, linear.out_features
         module.weight, module.bias = own_weight(linear), linear.bias
         module.training = linear.training
+        module.feeds_product = feeds_product
         take_over(linear, module)
         return module
 
@@ -33,7 +37,8 @@ class LeftLinear(nn.Linear):
         if matrices is None:
             return F.linear(input, self.weight, self.bias)
         require_input(input, self.weight)
-        y_BRN = from_the_left(input.reshape(*matrices, self.in_features), self.weight, self.bias)
+        x_BRK = input.reshape(*matrices, self.in_features)
+        y_BRN = from_the_left(x_BRK, self.weight, self.bias, in_memory=self.feeds_product)
         return y_BRN.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

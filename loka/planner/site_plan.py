@@ -24,7 +24,8 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
         stays = study.stays or "nothing was measured"
         choices = {role: Choice(site.baseline, stays) for role in ROLES[limits.goal]}
         times = study.baseline_us, study.baseline_us
-        return SitePlan(site.site, site.k, site.n, choices, *times, stays, refused=refused, read_by=site.read_by)
+        known = {"read_by": site.read_by, "feeds_product": site.feeds_product}
+        return SitePlan(site.site, site.k, site.n, choices, *times, stays, refused=refused, **known)
     choices = {role: _choice(costs, option, role, limits) for role in ROLES[limits.goal]}
     time_us = study.with_epilogue_us(option.time_us)
     reason = f"{times_as_fast(study.baseline_us, time_us):.3g}× {study.baseline}, casts included"
@@ -40,6 +41,7 @@ def write_site_plan(study: Study, block: tuple[BlockOption, bool] | None, limits
         refused=refused,
         finer=_finer(study, choices[Role.FPROP], limits),
         read_by=site.read_by,
+        feeds_product=site.feeds_product,
     )
 
 
@@ -122,6 +124,7 @@ def _as_block(study: Study, option: BlockOption, fp8_input: bool, limits: Limits
         refused=(*study.refused, *also, *others),
         finer=_finer(study, choices[Role.FPROP], limits),
         read_by=site.read_by,
+        feeds_product=site.feeds_product,
     )
 
 

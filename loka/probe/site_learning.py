@@ -146,6 +146,7 @@ class SiteLearning:
             entry_block=block.entry.block if block.entry else None,
             bias_norms=self._bias_norms.numbers(),
             read_by=block.read_by,
+            feeds_product=block.feeds_product,
             notes=(*(note for note in block.notes if note != NEVER_CALLED or not self._calls), *self._notes, *notes),
             weight_format=format_of(weight_NK.dtype) if is_format(weight_NK.dtype) else Format.FP32,
             weight_NK=_copy(weight_NK),

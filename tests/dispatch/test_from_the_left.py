@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -168,6 +169,35 @@ def test_a_model_may_view_what_comes_out() -> None:
     expected = model(fields())
     loka.apply_plan(model, serving(model, over=LEFT))
     torch.testing.assert_close(model(fields()), expected)
+
+
+def test_what_feeds_a_product_is_known_from_the_probe_to_the_layer(tmp_path: Path, fresh_compiler: None) -> None:
+    """For it lies otherwise in compiled code."""
+
+    class Interacting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over, self.beside, self.head = nn.Linear(12, 6), nn.Linear(12, 6), nn.Linear(72, 1)
+
+        def forward(self, fields_BFD: Tensor) -> Tensor:
+            pairs_BFN = fields_BFD @ self.over(fields_BFD.mT)
+            return self.head(pairs_BFN.flatten(1) + self.beside(fields_BFD.mT).mT.sum(2).repeat(1, 12))
+
+    torch.manual_seed(0)
+    model = Interacting()
+    probe = loka.Probe(model, every=1)
+    with probe.step():
+        model(fields()).sum().backward()
+    record = probe.record()
+    probe.detach()
+    record.save(tmp_path)
+    loka.measure(loka.Record.load(tmp_path), kernels=["torch.fp32_left"], device="cpu", compiled=True, out=tmp_path)
+    loka.make_plan(loka.Survey.load(tmp_path), goal="serving", min_speedup=1e-3).save(tmp_path)
+    model.requires_grad_(False)
+    expected = model(fields())
+    loka.apply_plan(model, loka.Plan.load(tmp_path))
+    assert [model.over.feeds_product, model.beside.feeds_product] == [True, False]
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(fields()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_a_probe_learns_beside_such_a_plan_may_be_planned() -> None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.errors import InvalidFile, InvalidInput, KernelUnavailable, LokaError
-from loka.core.plan import BlockPlan, Goal, Plan
+from loka.core.plan import SCHEMA, BlockPlan, Goal, Plan
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
 from loka.nn.fused_block import FusedBlock
@@ -366,7 +366,7 @@ def test_a_plan_from_before_finer_formats_is_read(saved: Path) -> None:
 
 def test_a_plan_from_before_exact_forwards_is_read(saved: Path) -> None:
     document = msgspec.json.decode(saved.read_bytes())
-    assert document["schema"] == "loka.plan/5"
+    assert document["schema"] == SCHEMA
     for site in document["sites"]:
         site.pop("finer", None)
     older = saved.with_name("older.json")

@@ -54,16 +54,19 @@ def exact(parts: SiteParts, turn: int, *, relus: bool) -> torch.Tensor:
     ],
 )
 def test_it_is_the_layer_between_two_relus(option: Option | None, error: float) -> None:
-    """Several of them, whatever the shape, and wherever a feature's values lie; each has a weight of its own."""
+    """Several of them, whatever the shape, wherever a feature's values lie, and whoever reads it; each has a weight of its
+    own."""
+    places = ((48, 40, 24), None, False), ((60, 24, 32), None, False), ((60, 24, 32), 12, False), ((60, 24, 32), 12, True)
     with room_to_compile():
-        for (m, k, n), across in (((48, 40, 24), None), ((60, 24, 32), None), ((60, 24, 32), 12)):
+        for (m, k, n), across, feeds_product in places:
             if option == FROM_THE_LEFT and across is None:
                 continue  # is refused
             parts = parts_of(m, k, n)
-            for turn, y in enumerate(between_relus(parts, option, inputs_of(parts, across))(0)):
+            layers = between_relus(parts, option, inputs_of(parts, across), feeds_product=feeds_product)
+            for turn, y in enumerate(layers(0)):
                 if across:
-                    assert y.shape == (m // across, n, across)
-                    y = y.mT
+                    assert y.shape == ((m // across, across, n) if feeds_product else (m // across, n, across))
+                    y = y if feeds_product else y.mT
                 expected = exact(parts, turn, relus=True)
                 distance = (y.reshape(m, n) - expected).square().mean().sqrt() / expected.square().mean().sqrt()
                 assert distance < error
@@ -139,8 +142,16 @@ def test_a_layer_over_another_axis_is_planned_from_the_left_where_that_is_faster
     assert planned["a"].error is None
 
 
+def test_a_layer_that_feeds_a_product_is_timed_as_one() -> None:
+    """Where x lies across: otherwise its output lies row by row in any case."""
+    weight = torch.randn(96, 128)
+    sites = [site_record("a", weight, across=across, feeds_product=feeds) for across in (32, None) for feeds in (True, False)]
+    assert [TimedShape.of(site, 64, Format.FP32).feeds_product for site in sites] == [True, False, False, False]
+    assert not TimedShape.of(sites[0], 100, Format.FP32).feeds_product  # no matrices of 32 rows
+
+
 def test_what_cannot_even_be_built_is_told_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def built(parts: SiteParts, option: Option | None, inputs: list[torch.Tensor]) -> Callable[[int], object]:
+    def built(parts: SiteParts, option: Option | None, inputs: list[torch.Tensor], **facts: bool) -> Callable[[int], object]:
         if option == INT8:
             raise RuntimeError("cannot be built")
         return lambda turn: torch.ones(64).relu()

@@ -251,6 +251,20 @@ class TestOddModels:
         assert first.activation == Follower("SiLU", "act")
         assert first.consumers == (Consumer(Kind.SITE, "second", ("view",)),)
 
+    def test_a_product_reads_what_a_site_gives_or_what_is_behind_it(self, with_example: bool) -> None:
+        class Products(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.read, self.viewed, self.turned, self.behind_relu, self.joined = (nn.Linear(8, 8) for _ in range(5))
+                self.relu = nn.ReLU()
+
+            def forward(self, x: Tensor) -> Tensor:
+                y = x @ self.read(x) + torch.bmm(x[None], self.viewed(x).unsqueeze(0))[0]
+                return y @ self.turned(x).mT @ self.relu(self.behind_relu(x)) + self.joined(x)
+
+        found = find_blocks(Products(), (torch.randn(8, 8),) if with_example else None)
+        assert [block.site for block in found if block.feeds_product] == ["read", "viewed"]
+
     def test_a_loka_linear_is_a_site(self, with_example: bool) -> None:
         linear = loka.LokaLinear(8, 4, kernels=SiteKernels.same("reference.rowwise"))
         found = self.find(nn.Sequential(linear, nn.LayerNorm(4), nn.Linear(4, 4)), with_example)

@@ -19,9 +19,9 @@ def from_the_left(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     real = left_linear.from_the_left
 
-    def told(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def told(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, **options: bool) -> Tensor:
         shapes.append(tuple(x.shape))
-        return real(x, weight_NK, bias_N)
+        return real(x, weight_NK, bias_N, **options)
 
     monkeypatch.setattr(left_linear, "from_the_left", told)
     return shapes
@@ -83,6 +83,23 @@ def test_it_is_compiled_whole(fresh_compiler: None) -> None:
     for x in (across(7, 5, 24), across(9, 6, 24), torch.randn(7, 5, 24)):
         torch.testing.assert_close(compiled(x), F.linear(x, module.weight, module.bias), rtol=1e-5, atol=1e-5)
     assert [multiplications_of(graph) for graph in graphs.graphs] == [["bmm"], ["linear"]]
+
+
+@pytest.mark.parametrize("feeds_product", [False, True])
+def test_a_product_reads_its_output_row_by_row_if_it_was_told_of_one(feeds_product: bool, fresh_compiler: None) -> None:
+    """Otherwise compiled code turns the output where it is read, and a product is given it as it was made."""
+    linear, x = nn.Linear(24, 16), torch.randn(7, 24, 5)
+    layer, strides = LeftLinear.from_linear(linear, feeds_product=feeds_product).requires_grad_(False), []
+
+    @torch.library.custom_op("loka_tests::product", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        strides.append(b.stride())
+        return a @ b
+
+    product.register_fake(lambda a, b: a @ b)
+    y = torch.compile(lambda x: product(x, layer(x.mT)), fullgraph=True)(x)
+    torch.testing.assert_close(y, x @ linear(x.mT), rtol=1e-5, atol=1e-5)
+    assert strides == [(5 * 16, 16, 1) if feeds_product else (5 * 16, 1, 5)]
 
 
 class OfTheOtherAxis(nn.Module):

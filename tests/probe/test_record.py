@@ -390,11 +390,14 @@ def test_runs_by_task_know_together_what_one_run_of_both_does(order: str, tmp_pa
 
 def test_a_head_in_one_run_is_a_head_and_what_stays_in_one_stays(record: Record) -> None:
     name = next(iter(record.sites))
-    changed = dataclasses.replace(record.sites[name], is_head=True, stays="is a Scaled", stays_serving="torch passes by it")
+    changed = dataclasses.replace(
+        record.sites[name], is_head=True, stays="is a Scaled", stays_serving="torch passes by it", feeds_product=True
+    )
     other = dataclasses.replace(record, sites={**record.sites, name: changed}, uncovered=("linear",))
     for merged in (record.merge(other), other.merge(record)):
         site = merged.sites[name]
         assert (site.is_head, site.stays, site.stays_serving) == (True, "is a Scaled", "torch passes by it")
+        assert site.feeds_product
         assert merged.uncovered == ("linear",)
 
 

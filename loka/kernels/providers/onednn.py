@@ -31,6 +31,7 @@ from loka.kernels.contract import add_kernel
 from loka.kernels.device import constant_when_traced
 from loka.kernels.operand import Form, Layout, Operand, OperandSpec
 from loka.kernels.ops import fake_of, op
+from loka.kernels.written import written
 from loka.numerics.scaling import scale_from_amax
 
 SHORTEST_CONTRACTION = 17  # up to 16 oneDNN runs its reference code: 330 ms where fp32 takes 0.2 (Xeon with AMX, 2048×13×512)
@@ -205,18 +206,14 @@ def _cast(x: Tensor, spec: OperandSpec) -> Operand:
         scale = x.new_ones(x.shape[0] if rowwise else 1, 1, dtype=torch.float32)
     else:  # half the time of abs().amax()
         lowest, highest = extremes
-        scale = _written_once(scale_from_amax(torch.maximum(highest, -lowest).float().view(-1, 1), Format.INT8))
+        # Written, or it would be made anew for each value that it scales: a layer between a norm and an activation then takes
+        # 1.1 to 1.2 times as long (Xeon with VNNI, 2026-11-19).
+        scale = written(scale_from_amax(torch.maximum(highest, -lowest).float().view(-1, 1), Format.INT8))
     # No clamp: |x| is at most 127 scales. Under a NaN scale codes are undefined, but times the scale they are NaN all the same.
     codes = torch.div(x, scale).round_().to(torch.int8).contiguous()
     if spec.layout is Layout.ONEDNN and not _is_packed_late(codes):
         _PACKED_FOR_INT8.get(codes)
     return Operand(codes, scale, x.shape[0], x.shape[1], spec)
-
-
-def _written_once(scale: Tensor) -> Tensor:
-    """``scale`` in memory of its own. Otherwise torch.compile makes it anew from its amax for each value that it scales, which
-    made a layer between a norm and an activation take 1.1 to 1.2 times as long (Xeon with VNNI, 2026-11-19)."""
-    return scale.as_strided(scale.shape, scale.stride()) if torch.compiler.is_compiling() else scale
 
 
 def _is_packed_late(codes: Tensor) -> bool:
