@@ -2,12 +2,14 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 import loka
 from loka.core.errors import InvalidInput
@@ -176,6 +178,24 @@ def test_compiles_into_one_graph_forward_and_backward(n: int) -> None:
 
     for actual, expected in zip(run(compiled), run(module), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def test_compiled_on_a_cpu_its_deviations_are_made_once_for_who_reads_its_output_twice(fresh_compiler: None) -> None:
+    """As an INT8 cast does, for the largest value and for the codes; unless gradients are needed."""
+    norm, x = loka.BlockNorm(64), torch.randn(48, 64)
+
+    def read_twice(x: Tensor) -> Tensor:
+        y = norm(x)
+        return (y / y.amax(1, keepdim=True)).round()
+
+    compiled = torch.compile(read_twice, fullgraph=True)
+    y, (code,) = run_and_get_code(compiled, x)
+    torch.testing.assert_close(y, read_twice(x), rtol=0, atol=1)  # codes
+    assert len(re.findall(r"\.rsqrt\(\)|sqrt\(tmp", code)) == 1
+    x.requires_grad_()
+    torch.testing.assert_close(compiled(x), read_twice(x), rtol=0, atol=1)
+    program = torch.export.export(norm, (torch.randn(48, 64),))
+    assert "as_strided" not in str(program.graph)
 
 
 def test_has_nothing_to_learn_or_to_save() -> None:
