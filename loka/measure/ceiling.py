@@ -60,7 +60,7 @@ def _step_us(site: SiteRecord, speeds: Speeds, baseline: str, record: Record) ->
         return 0.0
     measured = row_counts(site)
     options = [Option(baseline, role) for role in site.roles]
-    by_rows = {m: speeds.products_us(options, TimedShape.of(site, m, record.dtype)) for m in measured}
+    by_rows = {m: speeds.products_us(options, TimedShape.of(site, m, record.dtype, compiled=speeds.compiled)) for m in measured}
     total = 0.0
     for m, calls in site.calls.items():
         times = by_rows[stand_in(m, measured)]

@@ -52,7 +52,7 @@ def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
     if not site.was_called or not site.calls:
         return _site_survey(site, bench, (), (), notes=(NOTHING_LEARNED if site.calls else NEVER_CALLED,))
     site = on_device(site, bench.device)
-    shapes = {m: TimedShape.of(site, m, bench.dtype) for m in row_counts(site)}
+    shapes = {m: TimedShape.of(site, m, bench.dtype, compiled=bench.speeds.compiled) for m in row_counts(site)}
     errors: dict[Option, OptionError] = {}
     able = []
     for option in plain_options(site, bench.kernels):

@@ -45,13 +45,13 @@ class TimedShape:
     has_bias: bool
     cast_in_step: bool = False  # as a SiteRecord says it of its weight,
     across: int | None = None  # and of its x,
-    feeds_product: bool = False  # and, where x lies across, of its output
+    feeds_product: bool = False  # and of its output, where that decides
 
     @classmethod
-    def of(cls, site: SiteRecord, m: int, dtype: Format) -> "TimedShape":
+    def of(cls, site: SiteRecord, m: int, dtype: Format, *, compiled: bool = False) -> "TimedShape":
         across = site.across if site.across and m % site.across == 0 else None
         shape = SiteShape(m, site.k, site.n)
-        feeds_product = across is not None and site.feeds_product
+        feeds_product = compiled and across is not None and site.feeds_product
         return cls(shape, dtype, site.weight_format, site.has_bias, site.cast_in_step, across, feeds_product)
 
 

@@ -143,11 +143,13 @@ def test_a_layer_over_another_axis_is_planned_from_the_left_where_that_is_faster
 
 
 def test_a_layer_that_feeds_a_product_is_timed_as_one() -> None:
-    """Where x lies across: otherwise its output lies row by row in any case."""
+    """Where x lies across, and compiled: otherwise its output lies row by row in any case."""
     weight = torch.randn(96, 128)
     sites = [site_record("a", weight, across=across, feeds_product=feeds) for across in (32, None) for feeds in (True, False)]
-    assert [TimedShape.of(site, 64, Format.FP32).feeds_product for site in sites] == [True, False, False, False]
-    assert not TimedShape.of(sites[0], 100, Format.FP32).feeds_product  # no matrices of 32 rows
+    shapes = [TimedShape.of(site, 64, Format.FP32, compiled=True) for site in sites]
+    assert [shape.feeds_product for shape in shapes] == [True, False, False, False]
+    assert not TimedShape.of(sites[0], 100, Format.FP32, compiled=True).feeds_product  # no matrices of 32 rows
+    assert not TimedShape.of(sites[0], 64, Format.FP32).feeds_product
 
 
 def test_what_cannot_even_be_built_is_told_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
