@@ -37,7 +37,8 @@ def _scaled_gemm(
 ) -> Tensor:
     from loka.kernels.triton import gemm_kernels as kernels
 
-    tiles = choose_tiles(m, n, k, multiprocessors(a.device), promoted=promoted)
+    int8 = a.dtype is torch.int8
+    tiles = choose_tiles(m, n, k, multiprocessors(a.device), promoted=promoted, int8=int8)
     k_of_split = ceil_div(ceil_div(k, tiles.splits), tiles.depth) * tiles.depth
     splits = ceil_div(k, k_of_split)
     out = a.new_empty((m, n), dtype=out_dtype)
@@ -49,7 +50,7 @@ def _scaled_gemm(
         a_scale, b_scale, bias, part, m, n, k, k_of_split, b_factor,
         ROWS=tiles.rows, COLS=tiles.cols, DEPTH=tiles.depth,
         A_SCALES=scales_of(a_scale), B_SCALES=scales_of(b_scale),
-        HAS_BIAS=bias is not None and splits == 1, PROMOTED=promoted, INT8=a.dtype is torch.int8,
+        HAS_BIAS=bias is not None and splits == 1, PROMOTED=promoted, INT8=int8,
         PERSISTENT=persistent,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

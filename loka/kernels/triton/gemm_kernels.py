@@ -94,8 +94,9 @@ def _finish_late(
 
 @triton.jit
 def _goes_out_in_halves(COLS: tl.constexpr, out_ptr):
-    """A wide tile of FP32 does, since it passes through the shared memory that the loads of the next tile leave free."""
-    return COLS == 256 and out_ptr.dtype.element_ty == tl.float32
+    """A wide tile of FP32 does, since it passes through the shared memory that the loads of the next tile, and of another
+    program on the multiprocessor, leave free."""
+    return COLS >= 128 and out_ptr.dtype.element_ty == tl.float32
 
 
 @triton.jit

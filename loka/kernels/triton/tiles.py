@@ -47,28 +47,37 @@ def grid(tiles_of_output: int, tiles: Tiles, sms: int) -> tuple[int, bool]:
 
 class TileTimes(NamedTuple):
     """In µs: what a call takes besides its tiles, what the tiles that a multiprocessor holds at once take besides their
-    contractions, and what one tile takes for 1,024 of its contraction."""
+    contractions, and what one tile takes for 1,024 of its contraction: beside others, and at the least, ``alone``."""
 
     call: float
     wave: float
     contraction: float
+    alone: float = 0.0
 
 
-# The tiles a GEMM can be cut into, with fits to three roles of 27 shapes on an H200. Promotion needs each sum twice, and large
-# tiles have no registers for that; the times with promotion are of one shape, 12288×4096×4096.
+# The tiles a GEMM can be cut into, with fits to the three roles of 27 shapes and a few more, on an H200 on 2026-11-19. Several
+# programs on a multiprocessor let one of them contract while another one stores.
 _FAST_US = {
-    Tiles(128, 256, 128, warps=8, stages=3): TileTimes(0.5, 3.85, 5.2),
-    Tiles(128, 128, 128, warps=4, stages=4): TileTimes(1.5, 1.95, 2.7),
-    Tiles(64, 128, 128, warps=4, stages=6): TileTimes(1.4, 1.45, 1.7),
-    Tiles(64, 128, 128, warps=4, stages=3, per_sm=3): TileTimes(0.0, 3.0, 1.95),
-    Tiles(64, 64, 128, warps=4, stages=4, per_sm=2): TileTimes(2.3, 0.8, 1.2),
+    Tiles(128, 256, 128, warps=8, stages=3): TileTimes(0.75, 3.7, 5.2),
+    Tiles(128, 128, 128, warps=4, stages=4): TileTimes(1.85, 1.45, 2.7),
+    Tiles(128, 128, 128, warps=4, stages=3, per_sm=2): TileTimes(1.2, 2.45, 2.8),
+    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): TileTimes(1.4, 1.8, 1.45),
+    Tiles(64, 128, 128, warps=4, stages=3, per_sm=3): TileTimes(0.0, 3.05, 1.95),
+    Tiles(64, 64, 128, warps=4, stages=3, per_sm=4): TileTimes(0.3, 2.7, 1.0),
 }
+# Promotion needs each sum twice, and large tiles have no registers for that. It also makes a tile wait, if it is alone.
 _PROMOTED_US = {
-    Tiles(128, 128, 128, warps=8, stages=4): TileTimes(1.3, 2.2, 4.75),
-    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): TileTimes(1.4, 1.75, 2.1),
-    Tiles(64, 64, 128, warps=4, stages=4, per_sm=2): TileTimes(2.3, 0.8, 1.7),
+    Tiles(128, 128, 128, warps=8, stages=4): TileTimes(0.45, 2.65, 4.1),
+    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): TileTimes(0.8, 0.65, 2.1, alone=2.65),
+    Tiles(64, 64, 128, warps=4, stages=4, per_sm=3): TileTimes(0.3, 0.3, 1.3, alone=2.75),
 }
-GEMM_TILES, PROMOTED_TILES = tuple(_FAST_US), tuple(_PROMOTED_US)
+_INT8_US = {
+    Tiles(128, 128, 128, warps=4, stages=3, per_sm=2): TileTimes(2.45, 2.75, 2.6),
+    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): TileTimes(1.45, 2.2, 1.25),
+    Tiles(64, 128, 128, warps=4, stages=3, per_sm=3): TileTimes(0.0, 3.65, 1.9),
+    Tiles(64, 64, 128, warps=4, stages=3, per_sm=4): TileTimes(0.5, 2.65, 1.05),
+}
+GEMM_TILES, PROMOTED_TILES, INT8_TILES = tuple(_FAST_US), tuple(_PROMOTED_US), tuple(_INT8_US)
 SHORTEST_SPLIT = 1024  # of a contraction
 MOST_SPLITS = 8
 # Adding up the parts of a split contraction: a launch, and 8 bytes of traffic through the cache for every sum.
@@ -77,12 +86,12 @@ _SUMS_PER_US = 750_000
 
 
 @cache  # comparing them takes longer than a launch
-def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool) -> Tiles:
-    """The tiles that finish first by the times above. Ties go to the larger tiles.
+def choose_tiles(m: int, n: int, k: int, sms: int, *, promoted: bool, int8: bool = False) -> Tiles:
+    """The tiles that finish first by the times above. Ties go to the larger tiles. Sums of int8 are exact, never promoted.
 
     A long contraction into few tiles is split, so that every multiprocessor has a part of it.
     """
-    times = _PROMOTED_US if promoted else _FAST_US
+    times = _INT8_US if int8 else _PROMOTED_US if promoted else _FAST_US
     choices = [replace(tiles, splits=splits) for tiles in times for splits in {1, _splits(tiles, m, n, k, sms)}]
     return min(choices, key=lambda tiles: _split_time_us(tiles, times[replace(tiles, splits=1)], m, n, k, sms))
 
@@ -102,9 +111,11 @@ def _split_time_us(tiles: Tiles, times: TileTimes, m: int, n: int, k: int, sms: 
 
 
 def _time_us(tiles: Tiles, times: TileTimes, tiles_of_output: int, k: int, sms: int) -> float:
-    """Tiles on one multiprocessor share its tensor cores, so their contractions add up; all else runs side by side."""
+    """Tiles on one multiprocessor share its tensor cores, so their contractions add up, unless those are too few to keep it
+    busy; all else runs side by side."""
     tiles_each = ceil_div(tiles_of_output, sms)
-    return times.call + ceil_div(tiles_each, tiles.per_sm) * times.wave + tiles_each * times.contraction * k / 1024
+    waves = ceil_div(tiles_each, tiles.per_sm)
+    return times.call + waves * times.wave + max(tiles_each * times.contraction, waves * times.alone) * k / 1024
 
 
 @dataclass(frozen=True)

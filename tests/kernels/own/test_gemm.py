@@ -12,6 +12,7 @@ from loka.kernels.operand import padded_size
 from loka.kernels.triton.gemm import gemm
 from loka.kernels.triton.tiles import LONGEST_FAST, SHORTEST_SPLIT, Tiles, choose_tiles, count, grid, is_promoted
 
+KINDS = ("promoted", "fast", "int8")
 SIZES = st.one_of(st.integers(1, 70), st.sampled_from([127, 128, 129]))
 SUM_ERROR = {"cpu": 2.0**-18, "cuda": 32 * 2.0**-14}  # of Σ|a||b|: the interpreter sums in FP32, the tensor core in 14 bits
 
@@ -97,7 +98,7 @@ def test_split_contractions_add_up(where: torch.device) -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k"), [(2048, 768, 256), (12288, 4096, 1024), (300, 200, 100), (130, 64, 12288), (1, 1, 16)]
 )
-@pytest.mark.parametrize("kind", ["promoted", "fast", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_products(gpu: torch.device, m: int, n: int, k: int, kind: str) -> None:
     check_gemm(m, n, k, True, True, False, torch.bfloat16, gpu, promoted=kind == "promoted", int8=kind == "int8")
 
@@ -105,24 +106,34 @@ def test_compiled_products(gpu: torch.device, m: int, n: int, k: int, kind: str)
 class TestTiles:
     SMS = 132
 
-    @given(m=st.integers(1, 20000), n=st.integers(1, 8192), k=st.integers(1, 200000), promoted=st.booleans())
-    def test_fit_the_machine(self, m: int, n: int, k: int, promoted: bool) -> None:
-        tiles = choose_tiles(m, n, k, self.SMS, promoted=promoted)
+    @given(m=st.integers(1, 20000), n=st.integers(1, 8192), k=st.integers(1, 200000), kind=st.sampled_from(KINDS))
+    def test_fit_the_machine(self, m: int, n: int, k: int, kind: str) -> None:
+        tiles = self.chosen(m, n, k, kind)
         assert tiles.per_sm * tiles.stages * (tiles.rows + tiles.cols) * tiles.depth <= 220 << 10  # of shared memory
-        assert not (promoted and tiles.rows * tiles.cols > 128 * 128)  # sums twice in registers
+        assert not (kind == "promoted" and tiles.rows * tiles.cols > 128 * 128)  # sums twice in registers
         if tiles.splits > 1:
             assert k // tiles.splits >= SHORTEST_SPLIT
             assert count(tiles, m, n) * tiles.splits <= tiles.per_sm * self.SMS
 
-    def test_large_products_get_large_tiles_and_small_ones_fill_the_machine(self) -> None:
-        large = choose_tiles(12288, 4096, 4096, self.SMS, promoted=False)
-        assert (large.rows, large.cols, large.splits) == (128, 256, 1)
-        small = choose_tiles(2048, 512, 512, self.SMS, promoted=False)
-        assert count(small, 2048, 512) > self.SMS // 2
-        # What was fastest on an H200.
-        assert choose_tiles(2048, 1024, 4096, self.SMS, promoted=False) == Tiles(128, 128, 128, warps=4, stages=4)
-        assert choose_tiles(1024, 1024, 12288, self.SMS, promoted=False) == Tiles(64, 128, 128, warps=4, stages=6)
-        assert choose_tiles(6144, 768, 256, self.SMS, promoted=False).per_sm == 3
+    def test_what_was_fastest_on_an_h200(self) -> None:
+        def shape(m: int, n: int, k: int, kind: str = "fast") -> tuple[int, int, int]:
+            tiles = self.chosen(m, n, k, kind)
+            return tiles.rows, tiles.cols, tiles.per_sm
+
+        assert shape(12288, 1024, 4096) == (128, 256, 1)
+        assert shape(6144, 1024, 2048) == shape(2048, 1024, 4096) == (128, 128, 1)
+        assert shape(2048, 4096, 1024) == shape(12288, 768, 256) == shape(12288, 768, 1024) == (128, 128, 2)
+        assert shape(6144, 512, 512) == (64, 128, 3)
+        assert shape(2048, 256, 768) == shape(512, 512, 512) == (64, 64, 4)
+        assert shape(12288, 4096, 4096, "int8") == shape(2048, 2048, 2048, "int8") == (128, 128, 2)
+        assert shape(6144, 1024, 4096, "int8") == shape(2048, 1024, 1024, "int8") == (64, 128, 2)
+        assert shape(4096, 4096, 2048, "promoted") == (64, 128, 2)
+
+    def test_small_products_fill_the_machine(self) -> None:
+        assert count(self.chosen(2048, 512, 512), 2048, 512) > self.SMS // 2
+
+    def chosen(self, m: int, n: int, k: int, kind: str = "fast") -> Tiles:
+        return choose_tiles(m, n, k, self.SMS, promoted=kind == "promoted", int8=kind == "int8")
 
     def test_programs_persist_where_each_has_more_than_one_tile(self) -> None:
         tiles = Tiles(64, 128, 128, warps=4, stages=4, per_sm=2)
