@@ -264,13 +264,15 @@ def cast_kernel(
 @triton.jit
 def rowwise_kernel(
     x_ptr, codes_ptr, scale_ptr, amax_ptr, rows, cols, row_stride, padded_rows, padded_cols,
-    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, NOTED: tl.constexpr, POWER: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """A scale for each of ROWS whole rows, and their codes in the format of ``codes_ptr``, in one read.
 
     NOTED: the program's largest amax is written too. POWER: scales are powers of two.
     """
     wait_for_kernels_before()
+    if MORE:
+        let_next_kernel_start()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     x_RC = load_tile(x_ptr, row, col, rows, cols, row_stride)

@@ -113,14 +113,15 @@ def rewriting_by_rows(
 @on_its_gpu
 def _write_by_rows(x: Tensor, codes: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
     codes_RC, scale_R, codes_CR, scale = codes
-    plain, trans = _targets(x, transposed=codes_CR.numel() > 0)
+    transposed = codes_CR.numel() > 0
+    plain, trans = _targets(x, transposed)
     if not has_powers(x.shape[1]):
         write_codes(x, plain, trans, codes)
         return
     x = x if x.stride(1) == 1 else x.contiguous()
     scale_bits = scale_R.view(torch.int32).reshape(1, -1)
-    launch_rowwise(x, plain, codes_RC, scale_R, scale_bits[:, :0], power=True)
-    if codes_CR.numel() > 0:
+    launch_rowwise(x, plain, codes_RC, scale_R, scale_bits[:, :0], power=True, more=transposed)
+    if transposed:
         made = ScaledCodes(codes_RC, scale_bits, scale_bits[0])
         columns, nothing = Columns.of(x.shape[1], None, SHARED_TILE[1]), scale_R[:0]
         share_scales(made, columns, SHARED_TILE[1], x.shape, nothing, codes_CR, scale)

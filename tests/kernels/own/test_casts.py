@@ -376,10 +376,14 @@ def test_tiles_hold_what_shares_a_scale() -> None:
     assert cast_tile("none", "1x128")[:2] == (128, 64)
     assert cast_tile("rowwise", "rowwise")[:2] == (64, 128)
     assert cast_tile("static", "tensorwise")[:2] == (64, 64)
+    assert cast_tile("tensorwise", "tensorwise")[:2] == (64, 64)
+    assert cast_tile("tensorwise", "tensorwise", small=True)[:2] == (32, 64)
+    assert cast_tile("none", "tensorwise", small=True)[:2] == (32, 128)
+    assert cast_tile("tensorwise", "none", small=True) == cast_tile("tensorwise", "none")
 
 
 def test_work_of_a_program_is_bounded() -> None:
-    assert [rows_at_once(cols) for cols in (16, 256, 1000, 4096, 16384)] == [16, 16, 8, 2, 1]
+    assert [rows_at_once(cols) for cols in (16, 256, 1000, 4096, 16384)] == [16, 16, 4, 1, 1]
 
 
 @given(st.integers(1, 100_000), st.integers(1, 100_000), st.booleans())

@@ -18,6 +18,7 @@ from loka.kernels.triton.recasts import SEEN_PLACES
 from loka.kernels.triton.tiles import (
     GEMM_TILES,
     GRADIENT_ROWS,
+    INT8_TILES,
     NORM_ROWS,
     PROMOTED_TILES,
     SHARED_TILE,
@@ -56,8 +57,9 @@ def cast_case(
     if_outgrown: bool = False,
     early: bool = False,
     more: bool = False,
+    small: bool = False,
 ) -> dict[str, Any]:
-    tile = cast_tile(plain, trans)
+    tile = cast_tile(plain, trans, small=small)
     arguments = {
         "x_ptr": BF16, "plain_ptr": FP8, "plain_scale_ptr": FP32, "trans_words_ptr": INT32, "trans_scale_ptr": FP32,
         "row_amax_ptr": INT32, "col_amax_ptr": INT32, "all_amax_ptr": INT32,
@@ -83,11 +85,13 @@ def cast_case(
             "warps": tile.warps, "stages": 3}  # fmt: skip
 
 
-def rowwise_case(rows: int, cols: int, codes: str = FP8, *, power: bool = False, x: str = BF16) -> dict[str, Any]:
+def rowwise_case(
+    rows: int, cols: int, codes: str = FP8, *, power: bool = False, x: str = BF16, more: bool = False
+) -> dict[str, Any]:
     sizes = integers("rows", "cols", "row_stride", "padded_rows", "padded_cols")
     return {"module": "cast_kernels", "kernel": "rowwise_kernel", "stages": 3, "warps": 8 if cols > 1024 else 4,
             "arguments": {"x_ptr": x, "codes_ptr": codes, "scale_ptr": FP32, "amax_ptr": INT32, **sizes},
-            "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power}}  # fmt: skip
+            "constants": {"ROWS": rows, "COLS": cols, "NOTED": not power, "POWER": power, "MORE": more}}  # fmt: skip
 
 
 def adam_case(kernel: str, rows: int, cols: int, warps: int, *, found_inf: bool = True, **constants: Any) -> dict[str, Any]:
@@ -298,6 +302,8 @@ CASES = {
     "cast tensorwise both, columns summed": cast_case("tensorwise", "tensorwise", sums=True),
     "cast tensorwise both, amaxes remembered": cast_case("tensorwise", "tensorwise", seen=True),
     "cast tensorwise both, early": cast_case("tensorwise", "tensorwise", early=True),
+    "cast tensorwise both, small, early": cast_case("tensorwise", "tensorwise", early=True, small=True),
+    "cast tensorwise, transposed, small, early": cast_case("none", "tensorwise", early=True, small=True),
     "cast tensorwise, transposed": cast_case("none", "tensorwise"),
     "cast rowwise and 1x128": cast_case("rowwise", "1x128"),
     "cast tiles both": cast_case("128x128", "128x128"),
@@ -313,7 +319,7 @@ CASES = {
     "cast wide rows": rowwise_case(1, 16384),
     "cast narrow rows": rowwise_case(16, 256),
     "cast wide rows by powers of two": rowwise_case(1, 16384, power=True, x=FP32),
-    "cast narrow rows by powers of two": rowwise_case(16, 256, power=True),
+    "cast narrow rows by powers of two, more follows": rowwise_case(8, 512, power=True, more=True),
     "step of Adam, cast tensorwise both": adam_cast_case(),
     "step of Adam, cast tensorwise both, no infinity looked for": adam_cast_case(found_inf=False),
     "step of Adam, cast tensorwise both, a multiple of four columns": {**adam_cast_case(), "unaligned": "cols"},
@@ -332,11 +338,12 @@ CASES = {
     "embedding rows stepped, wide": step_rows_case(WIDEST_ROW),
     "cast wide rows to int8": rowwise_case(1, 16384, INT8),
     "cast narrow rows to int8": rowwise_case(16, 256, INT8),
-    **{f"int8 gemm {name_of(t)}": gemm_case(t, promoted=False, codes=INT8) for t in GEMM_TILES},
-    **{f"int8 gemm {name_of(t)} to fp32": gemm_case(t, promoted=False, out=FP32, codes=INT8) for t in GEMM_TILES},
+    **{f"int8 gemm {name_of(t)}": gemm_case(t, promoted=False, codes=INT8) for t in INT8_TILES},
+    **{f"int8 gemm {name_of(t)} to fp32": gemm_case(t, promoted=False, out=FP32, codes=INT8) for t in INT8_TILES},
     **{f"gemm {name_of(t)}": gemm_case(t, promoted=False) for t in GEMM_TILES},
     **{f"gemm {name_of(t)}, one tile": gemm_case(t, promoted=False, persistent=False) for t in GEMM_TILES},
     **{f"gemm {name_of(t)} to fp32": gemm_case(t, promoted=False, out=FP32) for t in GEMM_TILES},
+    "gemm 128x128 to fp32, one tile": gemm_case(GEMM_TILES[1], promoted=False, out=FP32, persistent=False),
     **{f"gemm {name_of(t)}, promoted": gemm_case(t, promoted=True) for t in PROMOTED_TILES},
     **{f"gemm {name_of(t)}, promoted, a part": gemm_case(t, promoted=True, out=FP32, persistent=False) for t in PROMOTED_TILES},
     "block forward, small": forward_case(2048, 768, 256, HIGH=False),
@@ -452,7 +459,9 @@ def test_amaxes_of_several_tiles_are_loaded_ahead() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_shared_memory_suffices(name: str) -> None:
-    assert compiled()[name]["shared_bytes"] <= 227 << 10
+    """Of a multiprocessor, 1 KiB of which each program takes for itself; for two where tiles are made for several."""
+    programs = 2 if "gemm" in name and " by " in name else 1
+    assert programs * (compiled()[name]["shared_bytes"] + (1 << 10)) <= 228 << 10
 
 
 def test_the_check_sees_spills() -> None:
