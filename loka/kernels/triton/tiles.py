@@ -58,12 +58,13 @@ class TileTimes(NamedTuple):
 # The tiles a GEMM can be cut into, with fits to the three roles of 27 shapes and a few more, on an H200 on 2026-11-19. Several
 # programs on a multiprocessor let one of them contract while another one stores.
 _FAST_US = {
-    Tiles(128, 256, 128, warps=8, stages=3): TileTimes(0.75, 3.7, 5.2),
-    Tiles(128, 128, 128, warps=4, stages=4): TileTimes(1.85, 1.45, 2.7),
-    Tiles(128, 128, 128, warps=4, stages=3, per_sm=2): TileTimes(1.2, 2.45, 2.8),
-    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): TileTimes(1.4, 1.8, 1.45),
-    Tiles(64, 128, 128, warps=4, stages=3, per_sm=3): TileTimes(0.0, 3.05, 1.95),
-    Tiles(64, 64, 128, warps=4, stages=3, per_sm=4): TileTimes(0.3, 2.7, 1.0),
+    Tiles(128, 256, 128, warps=8, stages=3): TileTimes(1.5, 3.2, 5.2),
+    Tiles(128, 128, 128, warps=4, stages=4): TileTimes(2.0, 1.5, 2.65),
+    Tiles(128, 128, 128, warps=4, stages=3, per_sm=2): TileTimes(1.45, 2.55, 2.7),
+    Tiles(64, 128, 128, warps=4, stages=6): TileTimes(1.75, 1.5, 1.45),
+    Tiles(64, 128, 128, warps=4, stages=4, per_sm=2): TileTimes(1.6, 1.5, 1.55),
+    Tiles(64, 128, 128, warps=4, stages=3, per_sm=3): TileTimes(0.0, 3.0, 1.95),
+    Tiles(64, 64, 128, warps=4, stages=3, per_sm=4): TileTimes(0.45, 2.55, 0.95, alone=1.2),
 }
 # Promotion needs each sum twice, and large tiles have no registers for that. It also makes a tile wait, if it is alone.
 _PROMOTED_US = {

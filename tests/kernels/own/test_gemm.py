@@ -128,6 +128,8 @@ class TestTiles:
         assert shape(12288, 4096, 4096, "int8") == shape(2048, 2048, 2048, "int8") == (128, 128, 2)
         assert shape(6144, 1024, 4096, "int8") == shape(2048, 1024, 1024, "int8") == (64, 128, 2)
         assert shape(4096, 4096, 2048, "promoted") == (64, 128, 2)
+        assert shape(1024, 1024, 12288) == (64, 128, 1)
+        assert self.chosen(768, 256, 6144) == Tiles(64, 128, 128, warps=4, stages=6, splits=5)
 
     def test_small_products_fill_the_machine(self) -> None:
         assert count(self.chosen(2048, 512, 512), 2048, 512) > self.SMS // 2
