@@ -13,6 +13,7 @@ import loka
 from loka.core.recipe import Transform
 from loka.nn import adamw
 from loka.nn.linear import LokaLinear
+from loka.nn.weight_casts import held
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy, of interpreted NaNs
 
@@ -188,6 +189,19 @@ def test_a_weight_of_two_layers_a_bf16_one_and_a_centered_one_are_torchs(device:
     optimizer.step()
     for module in modules:
         assert_current(module)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, loka.AdamW])
+def test_what_a_centered_layer_adds_is_of_the_weight_behind_the_step(
+    device: torch.device, kind: type[torch.optim.Optimizer]
+) -> None:
+    """It is no cast, and so not written with them."""
+    centered = layer(device, Transform.CENTER)
+    optimizer = kind(centered.parameters(), lr=0.01)  # type: ignore[call-arg]
+    learn(centered, 0)
+    optimizer.step()
+    mean_K = torch.full((64,), 2.0, dtype=torch.float64, device=device)
+    torch.testing.assert_close(held(centered)["weight_shift"].double(), centered.weight.double() @ mean_K, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("never_cast_apart")
