@@ -57,6 +57,14 @@ def test_prepared_anew_where_the_weight_or_a_cast_lies_elsewhere() -> None:
     assert prepared.n == 4
 
 
+def test_in_shared_memory_they_are_written_even_if_they_come_out_as_they_were() -> None:
+    """Another process may have written them with the weight, and not the versions by which kernels here pack them anew."""
+    for module, moves in ((LokaLinear(64, 32, kernels=SAME), False), (LokaLinear(64, 32, kernels=SAME).share_memory(), True)):
+        before = {name: tensor._version for name, tensor in held(module).items()}
+        loka.refresh(module)
+        assert [tensor._version > before[name] for name, tensor in held(module).items()] == [moves] * len(before)
+
+
 @pytest.mark.parametrize("shape", [(256, 64), (300, 1), (129, 65)])
 @pytest.mark.parametrize("kernel", ["reference.blockwise", "reference.rowwise", "reference.tensorwise"])
 def test_casts_of_any_layout_are_compared(kernel: str, shape: tuple[int, int]) -> None:
