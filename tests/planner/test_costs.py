@@ -6,7 +6,7 @@ from planned_survey import BASELINE, baseline, candidate, site, survey
 from loka.core.gemm import Role, TensorName
 from loka.core.plan import Goal
 from loka.core.recipe import Transform
-from loka.core.survey import CastTime
+from loka.core.survey import Candidate, CastTime
 from loka.planner.costs import SiteCosts
 from loka.planner.plan import make_plan
 
@@ -31,6 +31,20 @@ def test_a_weight_costs_the_middle_of_its_times_once_a_step() -> None:
 def test_rows_whose_cast_was_not_timed_cost_high_precision() -> None:
     x, w = CastTime(TensorName.X, ("row",), {100: 2.0}), CastTime(TensorName.W, ("row",), {100: 7.0})
     assert costs(x, w).step_us({Role.FPROP: OWN}) == 9 * 50 + (16 + 2) + 7
+
+
+def test_high_precision_at_rows_that_a_kernel_cannot_take_copies_the_weight_once_a_step() -> None:
+    """Where it is stored in another dtype than the model multiplies in."""
+    high = Candidate(BASELINE, Role.FPROP, "bf16", forms=("bf16", "bf16"), gemm_us=HIGH)
+    casts = (
+        CastTime(TensorName.X, ("row",), {100: 2.0}),
+        CastTime(TensorName.X, ("bf16",), dict.fromkeys(HIGH, 0.0)),
+        CastTime(TensorName.W, ("row",), {100: 7.0}),
+        CastTime(TensorName.W, ("bf16",), {100: 4.0}),
+    )
+    own = SiteCosts(site("s", (high, OWN), casts, calls=CALLS), Goal.TRAINING)
+    assert own.baseline_us == 9 * 50 + 80 + 4
+    assert own.step_us({Role.FPROP: OWN}) == 9 * 50 + (16 + 2) + 7 + 4
 
 
 def test_two_forms_are_known_where_both_were_timed() -> None:
