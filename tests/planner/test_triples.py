@@ -324,6 +324,18 @@ def test_refusals_say_why(changes: dict, reason: str) -> None:
     assert not one.is_low_precision
 
 
+def test_a_refusal_tells_the_best_that_the_site_could_be_with_it() -> None:
+    """In whichever order triples are tried: dgrad has a faster kernel and a slower one."""
+    times = {Role.FPROP: {"a": 10.0, "b": 20.0}, Role.DGRAD: {"c": 10.0, "d": 30.0}}
+    able = [candidate(kernel, role, {M: us}) for role, of_role in times.items() for kernel, us in of_role.items()]
+    casts = [single(SOURCES[c.role][index].tensor, form, 0.0) for c in able for index, form in enumerate(c.forms)]
+    one = plan_of(site("s", (*baseline(ALL_ROLES), *able), tuple(casts)))
+    assert {refusal.kernel: refusal.reason for refusal in one.refused} == {
+        "b": "accurate enough, but with it the site takes at best 130 µs a step, 120 as chosen",
+        "d": "accurate enough, but with it the site takes at best 140 µs a step, 120 as chosen",
+    }
+
+
 @pytest.mark.parametrize(("recipe", "refused"), [("e4m3 tensorwise", [Role.DGRAD]), ("int8 rowwise", [])])
 def test_a_gradient_that_is_cast_to_zeros_is_refused_where_rows_stay_apart(recipe: str, refused: list[Role]) -> None:
     """dgrad's rows are examples, each with a gradient to pass on; wgrad sums over them. INT8 rounds to zero as ever."""
