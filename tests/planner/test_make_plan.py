@@ -15,7 +15,7 @@ from loka.core.estimate import Estimate
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan, digest_of_plan
 from loka.core.recipe import Transform
-from loka.core.survey import BlockCandidate
+from loka.core.survey import BlockCandidate, Survey
 
 M = 100
 
@@ -202,6 +202,14 @@ def test_a_plan_with_other_vectors_has_another_digest(tmp_path: Path) -> None:
         loka.make_plan(survey(site("a", candidates), vectors={"a/center": torch.full((64,), value)})).save(tmp_path)
         digests.add(digest_of_plan(tmp_path))
     assert len(digests) == 2
+
+
+def test_a_survey_has_the_digest_that_it_has_once_it_is_read_again(tmp_path: Path) -> None:
+    """By which a plan that was made of either names it: a file has 1.0 where the survey in memory may have 1."""
+    whole = survey(fast("a", calls={M: 3}))
+    whole.save(tmp_path)
+    assert Survey.load(tmp_path).document.digest == whole.document.digest
+    assert survey(fast("a", calls={M: 4})).document.digest != whole.document.digest
 
 
 def test_a_file_must_say_the_limit_of_every_role(tmp_path: Path) -> None:
