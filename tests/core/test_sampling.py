@@ -189,6 +189,17 @@ def test_it_is_made_up_for_in_turns_where_outputs_without_a_gradient_take_none_o
     assert (dy_MN.t() @ x_MK / len(x_MK) - true_NK).norm() < 0.65 * true_NK.norm()
 
 
+def test_what_is_small_beside_the_gradient_of_one_step_is_not_made_up_for() -> None:
+    """Of eight rows a step: a gradient that is wrong by a tenth of what chance makes of it there does no harm."""
+
+    def barely_turning(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        x_MK, error_M1 = normal(generator, 8, K), normal(generator, 8, 1)
+        aside_N = torch.tensor([1.0, -1.0]).repeat(N // 2)
+        return x_MK, error_M1 * (1 + 0.15 * error_M1.sign() * x_MK[:, :1] * aside_N)
+
+    assert make_sampler(learned(barely_turning, batches=1024), K, torch.ones(N, K)).pull_KN is None
+
+
 @pytest.mark.parametrize("share", [0.2, 0.45])
 def test_a_feature_of_two_values_has_its_mean(share: float) -> None:
     """Between two levels it is not known where one value ends: the mean says."""
