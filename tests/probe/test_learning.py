@@ -76,6 +76,17 @@ def test_autocast_is_seen_and_statistics_stay_fp32() -> None:
     assert record.sites["0"].rms_K.dtype == torch.float32
 
 
+def test_autocast_around_the_step_rounds_no_statistic() -> None:
+    """It is on while the Probe learns, too."""
+    model, x_MK = nn.Linear(12, 4), torch.randn(16, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        site = probe_steps(model, lambda model: model(x_MK).float().square().mean(), steps=2, half_life=None).sites[""]
+    moments = site.statistics["moments"].tensors
+    centered_MK = x_MK.double() - x_MK.double().mean(0)
+    true_KK = 2 * centered_MK.t() @ centered_MK
+    torch.testing.assert_close(moments["scatter_DD"][:12, :12].double(), true_KK, rtol=1e-5, atol=1e-5)
+
+
 def test_features_are_rescaled_by_the_power_of_two_next_to_their_rms() -> None:
     """Their mean is part of it; 1 where there is nothing, and within what FP32 can undo."""
     x_MK = torch.randn(64, 12)
