@@ -99,6 +99,7 @@ def test_training_under_a_probe_is_bit_identical_to_training_without(is_compiled
         assert module.__dict__.keys() == before[name].keys()
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+    assert all(parameter._backward_hooks is None for parameter in probed.parameters())
 
 
 def test_a_parametrized_weight_is_read_without_a_trace() -> None:
