@@ -111,6 +111,19 @@ def test_nan_is_past_every_bound_where_it_stays() -> None:
     assert [(event.step, event.site) for event in guard.events] == [(11, "bottom"), (11, "top.0")]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_nan_in_one_call_of_a_step_is_not_made_up_for_by_another(first: bool) -> None:
+    model, guard = guarded(every=1)
+    x = batch(100)
+    x[3, 3] = torch.nan
+    for _ in range(2):
+        with guard.step():
+            for one in (x, batch(100)) if first else (batch(100), x):
+                train_step(model, one)
+    assert {event.site for event in guard.events} == {"bottom", "top.0"}
+    assert all(math.isnan(event.error) for event in guard.events)
+
+
 def test_between_checks_nothing_is_on_the_model() -> None:
     model, guard = guarded(every=3)
     hooks = []
