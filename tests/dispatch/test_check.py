@@ -17,6 +17,9 @@ import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan, Choice, FinerForward, Goal, Plan
+from loka.dispatch.check import _Alone
+from loka.dispatch.gradient_change import GradientChange
+from loka.dispatch.loss_change import LossChange
 from loka.dispatch.swap import applied_to
 from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteKernels
@@ -446,6 +449,28 @@ def test_an_optimizer_within_backward_takes_no_step() -> None:
     assert steps == []
     loss(model, BATCHES[0]).backward()
     assert len(steps) == len(handles)
+
+
+def test_gradients_are_tried_again_where_a_site_went_to_another_kernel() -> None:
+    """And not where it did not."""
+    plan = plan_for(tower(), dict.fromkeys(SITES, ROWWISE))
+    tried: list[str] = []
+
+    class Tried:
+        def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:
+            return LossChange(0.0, 0.0, 1e-3 if site == "top.0" else 0.0)
+
+        def gradients_alone(self, plan: Plan, site: str) -> GradientChange:
+            tried.append(site)
+            return GradientChange(0.9, site)
+
+    alone, off = _Alone(Tried(), [1.0]), GradientChange(0.9, "top.0")  # type: ignore[arg-type]
+    planned = [site for site in plan.sites if site.is_low_precision]
+    alone.without_worst_gradients(plan, planned, off)
+    _, gone = alone.without_costly_forwards(plan, planned, LossChange(0.0, 0.0, 1e-3), 5e-5)
+    assert gone == ("top.0",)
+    alone.without_worst_gradients(plan, planned, off)
+    assert tried == [*(site.site for site in planned), "top.0"]
 
 
 def test_a_loss_that_is_not_quite_repeatable_is_taken_where_the_limit_is_wider() -> None:
