@@ -49,6 +49,7 @@ def test_what_the_whole_costs_more_is_shared_out() -> None:
     alone = dict.fromkeys("abc", cost(1e-5))
     assert too_costly(sites, alone, cost(3e-5), limit=2e-5) == ("c",)
     assert too_costly(sites, alone, cost(6e-5), limit=2e-5) == ("b", "c")
+    assert too_costly(sites, alone, cost(6e-5), limit=1.9e-5) == ("a", "b", "c")
 
 
 def test_what_breaks_the_loss_goes_by_itself() -> None:
