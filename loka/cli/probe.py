@@ -47,13 +47,13 @@ def probe(
     """Train WORKLOAD with Adam under the Probe; writes OUT/record.safetensors.
 
     WORKLOAD is either MODEL-SIZE@DATA (a built-in model and data set) or package.module:function (your function that returns
-    loka.Workload(model, batches, loss)). If interrupted, it writes what it learned so far.
+    loka.Workload(model, batches, loss)). If interrupted, or at an error, it writes what it learned so far.
 
     Example: loka probe wukong-small@synthetic -o run
     """
     from loka.core.errors import InvalidInput
     from loka.core.files import require_folder
-    from loka.core.progress import for_this_output
+    from loka.core.progress import for_this_output, is_read
     from loka.mods.contract import MODS
     from loka.train.probing import probe_workload
     from loka.train.workloads import BuiltInOptions, open_workload
@@ -64,15 +64,17 @@ def probe(
     opened = open_workload(workload, BuiltInOptions(data_path, batch_size, precision, device, seed))
     with _interrupted_once():
         try:
-            record, was_stopped = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())
+            record, ended_by = probe_workload(opened, steps=steps, every=every, mods=mods or (), progress=for_this_output())
         except KeyboardInterrupt:
             print("\nstopped before anything was learned", file=sys.stderr)
             sys.exit(130)
         path = record.save(out)
     _print(record)
     console().print(f"{path}   Next: loka measure {quote(str(out))}", soft_wrap=True)
-    if was_stopped:
+    if isinstance(ended_by, KeyboardInterrupt) or (isinstance(ended_by, BrokenPipeError) and not is_read(sys.stdout)):
         sys.exit(130)
+    if ended_by is not None:
+        raise ended_by
 
 
 @contextmanager

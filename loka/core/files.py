@@ -15,12 +15,16 @@ def require_folder(path: str | os.PathLike[str]) -> None:
     there = next(part for part in (path, *path.parents) if part.exists())
     if not there.is_dir():
         raise InvalidInput(f"{there} is a file: name a folder")
-    if not os.access(there, os.W_OK):
-        raise InvalidInput(f"{there} cannot be written to: name another folder")
+    try:  # who may write does not tell everywhere: not in /proc, nor where a quota is used up
+        tempfile.TemporaryDirectory(dir=there).cleanup()
+    except OSError as failure:
+        raise InvalidInput(f"{there} cannot be written to ({failure.strerror}): name another folder") from failure
 
 
 def file_in(run: str | os.PathLike[str], name: str) -> Path:
     """The path of ``name`` in the folder ``run``, or ``run`` itself where that is the path of such a file."""
+    if not isinstance(run, str | os.PathLike):
+        raise InvalidInput(f"a run is named by the path of its folder, got {run!r}")
     path = Path(run)
     if path.suffix == Path(name).suffix and not path.is_dir():
         return path

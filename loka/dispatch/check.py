@@ -117,7 +117,7 @@ def check_plan(
     if applied_to(model) is not None:
         raise InvalidInput("check_plan applies the plan itself: loka.restore(model) first")
     refuse_applied_parts(model)
-    if isinstance(batches, Mapping | Tensor | str):
+    if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise InvalidInput(
             f"batches must be several, in a list or a loader, got one {type(batches).__name__}: put it into a list"
         )
@@ -145,8 +145,14 @@ def check_plan(
                 "loss(model, batch) called neither the model that it was given nor a layer of it: it must run it"
             )
         baseline_loss = statistics.fmean(high)
-        if not math.isfinite(baseline_loss) or baseline_loss == 0:
-            raise InvalidInput(f"the loss in high precision is {baseline_loss} on these batches: no change is relative to that")
+        for number, of_batch in enumerate(high, start=1):
+            if not math.isfinite(of_batch):
+                raise InvalidInput(
+                    f"the loss of batch {number} of {len(high)} is {of_batch} in high precision: look for NaN in that batch, "
+                    f"or whether it is empty, and leave it out"
+                )
+        if baseline_loss == 0:
+            raise InvalidInput("the loss in high precision is 0 on these batches: no change is relative to that")
         _require_repeatable(high, again, max(limit, LEAST_DIFFERENCE) * abs(baseline_loss))
         rounds: list[Round] = []
         alone = _Alone(trial, high)

@@ -162,6 +162,8 @@ class Guard:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """``resume`` from what ``state_dict`` gave."""
+        if not isinstance(state_dict, Mapping) or not {"events", "steps_seen"} <= state_dict.keys():
+            raise InvalidInput("this is no state of a Guard: give what its state_dict() returned")
         events = [GuardEvent(**event) for event in state_dict["events"]]
         self.resume(state_dict["steps_seen"], [dataclasses.replace(event, role=Role(event.role)) for event in events])
 
@@ -255,7 +257,7 @@ def _watching(sites: "Mapping[str, _Watched]", rows: int, generator: torch.Gener
 
             def see_gradient(dy: Tensor) -> None:
                 dy_MN = dy.detach().reshape(-1, dy.shape[-1])
-                among = picked if len(picked) == len(dy_MN) else torch.cat([picked, _largest(dy_MN)])
+                among = picked if len(dy_MN) <= rows else torch.cat([picked, _largest(dy_MN)])
                 now.x_RK, now.dy_RN = x_MK[among].float(), dy_MN[among].float()
 
             if output.requires_grad:

@@ -32,6 +32,8 @@ class PlannedLinear(LokaLinear):
         is_taken = has_rows(input) and self.rows.take(input.numel() // self.in_features)
         if is_taken and has_own_weight(self) and is_format(self.weight.dtype):
             return super().forward(input)
+        if not isinstance(input, Tensor):  # torch.fx's symbols, which have no number of rows to look at
+            raise InvalidInput("a planned layer cannot be traced by symbols: trace before apply_plan, or use torch.export")
         self.high_precision_calls.add_(1)
         return F.linear(input, self.weight, self.bias)
 

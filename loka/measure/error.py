@@ -119,9 +119,10 @@ def measure_errors(
         unknown = [option for option, error in errors.items() if not error.is_known]
         parts = SiteParts(tensors)
         oracle = Oracle(parts)
-        for role in {option.role for option in unknown} & {*corrections}:
-            corrections[role].add(tensors)
-        zeros = {role: is_zero(role, tensors) for role in {option.role for option in unknown if option.is_8bit}}
+        zeros = {role: is_zero(role, tensors) for role in {option.role for option in unknown}}
+        for role, is_all_zeros in zeros.items():
+            if role in corrections and not is_all_zeros:  # the Probe leaves batches without a gradient out too
+                corrections[role].add(tensors)
         for option in unknown:
             if option.is_8bit and zeros[option.role]:
                 errors[option].zeros += 1

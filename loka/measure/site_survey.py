@@ -50,7 +50,7 @@ class Bench:
 def survey_site(site: SiteRecord, bench: Bench) -> SiteSurvey:
     """Everything the Survey says of one site."""
     if not site.was_called or not site.calls:
-        return _site_survey(site, bench, (), (), notes=(NOTHING_LEARNED if site.calls else NEVER_CALLED,))
+        return _site_survey(site, bench, (), (), notes=(_why_nothing_is_known(site),))
     site = on_device(site, bench.device)
     shapes = {m: TimedShape.of(site, m, bench.dtype, compiled=bench.speeds.compiled) for m in row_counts(site)}
     errors: dict[Option, OptionError] = {}
@@ -238,6 +238,12 @@ def _is_matched(option: Option, errors: Mapping[Option, OptionError], waits: Cal
         for other, error in errors.items()
         if (other.role, other.transform) == (option.role, option.transform) and other.is_8bit and not waits(other)
     )
+
+
+def _why_nothing_is_known(site: SiteRecord) -> str:
+    if not site.calls:
+        return NEVER_CALLED
+    return site.stays or NOTHING_LEARNED  # such as a layer in a dtype that nothing is compared with
 
 
 def _site_survey(

@@ -10,7 +10,7 @@ from loka.core.environment import Environment, current_environment
 from loka.core.errors import InvalidInput, KernelUnavailable, require_kind
 from loka.core.gemm import Role
 from loka.core.locking import alone_in
-from loka.core.names import matching
+from loka.core.names import given_names, matching
 from loka.core.progress import Progress, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record
@@ -92,7 +92,7 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
         names = [name for name in KERNELS.names() if name not in wider]
         names = [name for name in names if device.type == "cpu" or not is_oracle(name)]
     else:
-        given = [kernels] if isinstance(kernels, str) else list(kernels)
+        given = given_names(kernels, "kernels", "kernels")
         names = [name for one in given for name in matching(one, KERNELS.names()) or [KERNELS.get(one).name]]
         _require_one(names, device)
     return tuple(dict.fromkeys((baseline, *names)))

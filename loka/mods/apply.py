@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim.swa_utils import AveragedModel
 
 from loka.core.errors import InvalidInput, require_kind
-from loka.core.names import did_you_mean, matching
+from loka.core.names import did_you_mean, given_names, matching
 from loka.mods.contract import MODS, Mod, Place
 from loka.mods.report import Change, LeftAlone, ModReport
 from loka.mods.trained import evidence_of_training
@@ -189,7 +190,7 @@ def _chosen(mods: Iterable[str] | None) -> dict[str, Mod]:
     if mods is None:
         entries = {name: mod for name, mod in MODS.items() if mod.default}
     else:
-        entries = {name: MODS.get(name) for name in ([mods] if isinstance(mods, str) else mods)}
+        entries = {name: MODS.get(name) for name in given_names(mods, "mods", "Mods")}
     return dict(sorted(entries.items(), key=lambda entry: (entry[1].order, entry[0])))
 
 
@@ -198,7 +199,7 @@ def _kept(model: nn.Module, keep: Iterable[str]) -> dict[str, str]:
     names = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     first_names = {id(module): name for name, module in model.named_modules()}
     kept = {}
-    for pattern in [keep] if isinstance(keep, str) else keep:
+    for pattern in given_names(keep, "keep", "modules"):
         known = [name for name, _ in names]
         matched = matching(pattern, known)
         if not matched:
@@ -241,6 +242,8 @@ def _check_parameters(model: nn.Module) -> None:
                 f"{name or 'the model'} is a {type(module).__name__}, which has taken over its parameters: "
                 f"apply Mods before wrapping or sharding the model"
             )
+        if isinstance(module, AveragedModel):
+            raise InvalidInput(f"{name or 'the model'} is an average of another model: apply Mods to that, then average it")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise InvalidInput(f"{name} has no shape yet: run the model once on a batch, then apply Mods")

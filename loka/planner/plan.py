@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from loka.core.errors import InvalidInput, require_kind
 from loka.core.gemm import Role
+from loka.core.names import given_names
 from loka.core.plan import Goal, Plan, PlanDocument, vector_name
 from loka.core.survey import Survey
 from loka.planner.chains import Ways, choose_blocks
@@ -42,11 +43,9 @@ def make_plan(
             "this survey was measured for a model that serves compiled, without gradients: plan for serving by it, or measure "
             "the record again without `compiled`"
         )
-    if kernels is not None and not isinstance(kernels, str) and not (kernels := tuple(kernels)):
+    patterns, names = given_names(keep, "keep", "sites"), () if kernels is None else given_names(kernels, "kernels", "kernels")
+    if kernels is not None and not names:
         raise InvalidInput("kernels names none to plan from: name some, or leave it out for all that were measured")
-    if not isinstance(keep, Iterable):
-        raise InvalidInput(f"keep must name sites, in a list, got {keep!r}")
-    patterns, names = ((given,) if isinstance(given, str) else tuple(given) for given in (keep, kernels or ()))
     if limits.goal is Goal.TRAINING and not any(c.role is not Role.FPROP for site in survey.sites for c in site.candidates):
         logger.warning(
             "plan: this survey is of a model that was probed without gradients, so only forward passes are planned: plan for "

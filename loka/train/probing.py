@@ -25,7 +25,7 @@ TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 class Probed(NamedTuple):
     record: Record
-    was_stopped: bool  # by an interrupt, or because nobody reads the output any more
+    ended_by: BaseException | None  # an error, an interrupt, or a pipe that nobody reads any more
 
 
 def probe_workload(
@@ -38,8 +38,8 @@ def probe_workload(
 ) -> Probed:
     """Make ``mods`` on ``workload``, train it for ``steps`` steps, and return what the Probe learned.
 
-    Batches start over when they end; an iterator's cannot, and end the training. So does an interrupt, or a closed pipe behind
-    the output. What was learned so far is returned.
+    Batches start over when they end; an iterator's cannot, and end the training. So does an interrupt, a closed pipe behind the
+    output, or an error: what was learned so far is returned with it. Before anything was learned it is raised.
     """
     if steps < 1:
         raise InvalidInput(f"steps must be at least 1, got {steps}")
@@ -59,23 +59,27 @@ def probe_workload(
             for step, batch in enumerate(islice(batches, steps)):
                 with probe.step():
                     loss = _loss(workload, batch)
+                    if step % every == 0 or loss.device.type == "cpu":  # between samples a GPU is not waited for
+                        value = _finite(loss, step)
                     loss.backward()
                 optimizers = optimizers or _make_optimizers(model)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
                 if step % every == 0:
-                    progress.advance(f"step {step + 1} of {steps}, loss {_finite(loss, step):.4g}")
+                    progress.advance(f"step {step + 1} of {steps}, loss {value:.4g}")
         if probe.steps_seen < steps:
             progress.say(f"the batches ended after {probe.steps_seen} of {steps} steps, and cannot be iterated anew")
-        return Probed(probe.record(), was_stopped=False)
-    except (KeyboardInterrupt, BrokenPipeError) as stop:
-        is_cut_off = isinstance(stop, BrokenPipeError)
-        if probe.steps_seen <= 1 or (is_cut_off and is_read(sys.stdout)):  # nothing is known yet; or the pipe is the workload's
+        return Probed(probe.record(), None)
+    except (Exception, KeyboardInterrupt) as stop:
+        if probe.steps_seen <= 1:  # nothing is known yet
             raise
-        if not is_cut_off:
+        record = probe.record()
+        if not all(site.weight_NK.isfinite().all() for site in record.sites.values()):
+            raise
+        if is_read(sys.stdout):
             progress.say(f"stopped at step {probe.steps_seen} of {steps}")
-        return Probed(probe.record(), was_stopped=True)
+        return Probed(record, stop)
     finally:
         probe.detach()
 
@@ -106,7 +110,10 @@ def _loss(workload: Workload, batch: Any) -> Tensor:
 def _finite(loss: Tensor, step: int) -> float:
     value = loss.item()
     if not math.isfinite(value):
-        raise InvalidInput(f"the loss of step {step + 1} is {value}: what a Probe would learn from here on is of no use")
+        raise InvalidInput(
+            f"the loss of step {step + 1} is {value}: look for NaN in its batch, or for an empty one; what a Probe would learn "
+            f"from here on is of no use"
+        )
     return value
 
 

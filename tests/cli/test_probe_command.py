@@ -177,6 +177,7 @@ def test_a_reader_who_has_enough_does_not_lose_what_was_learned(own: str) -> Non
 def test_a_broken_pipe_of_the_workload_is_told(own: str) -> None:
     with pytest.raises(BrokenPipeError, match="the feature store hung up"):
         run(f"probe {own}:loses_its_store --every 1")
+    assert Record.load("run").steps_seen == 4  # what was learned before is kept
 
 
 def test_findings_are_printed_with_what_mends_them(own: str, capsys: pytest.CaptureFixture[str]) -> None:

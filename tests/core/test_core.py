@@ -1,5 +1,6 @@
 """The words: roles and their axes, recipes, registries, files, results."""
 
+import errno
 import importlib
 import os
 import re
@@ -52,6 +53,7 @@ def wrong_kinds() -> dict[str, Callable[[], object]]:
         "the model must be a Module": lambda: loka.Probe(None),
         "got NoneType: give the model itself": lambda: loka.apply_mods(None),
         "every must be a whole number": lambda: loka.Probe(model, every=1.5),
+        "a run is named by the path of its folder, got None": lambda: loka.Plan.load(None),
         "memory_budget must be a whole number, at least 1, got '1GB'": lambda: loka.Probe(model, memory_budget="1GB"),
     }
 
@@ -65,9 +67,14 @@ def test_what_is_of_another_kind_is_told_at_the_door(message: str) -> None:
 def test_a_folder_that_cannot_be_written_to_is_named_and_not_a_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(InvalidInput, match=f"{tmp_path} cannot be written to: name another folder"):
+    monkeypatch.setattr(os, "mkdir", read_only)
+    with pytest.raises(InvalidInput, match=rf"{tmp_path} cannot be written to \(Read-only file system\): name another folder"):
         atomic_write(tmp_path / "plan.json", "{}")
+
+
+def read_only(path: str, mode: int = 0o777) -> None:
+    """Root may write anywhere."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
 
 def test_recipes_read_as_engineers_say_them() -> None:
@@ -220,8 +227,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused_beforehand(tmp_path: Path
     for path in ("file", "file/run"):
         with pytest.raises(InvalidInput, match=r"/file is a file: name a folder"):
             require_folder(tmp_path / path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(InvalidInput, match="cannot be written to: name another folder"):
+    monkeypatch.setattr(os, "mkdir", read_only)
+    with pytest.raises(InvalidInput, match=r"cannot be written to \(Read-only file system\): name another folder"):
         require_folder(tmp_path / "run")
 
 

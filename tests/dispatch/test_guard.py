@@ -333,6 +333,18 @@ def test_the_row_that_a_scale_hangs_on_is_among_those_looked_at() -> None:
         assert len(picked) == 17
 
 
+@pytest.mark.parametrize("rows", [31, 32, 33, 34])
+def test_so_is_the_row_that_a_gradients_scale_hangs_on(rows: int) -> None:
+    """Whichever rows of x are taken: with one row more than are looked at, those are as many as the batch has."""
+    for large in range(0, rows, 5):
+        model, guard = guarded(SiteKernels("torch.fp32", "reference.tensorwise", "torch.fp32"), every=1, rows=32)
+        weight_M1 = torch.ones(rows, 1)
+        weight_M1[large] = 1e7
+        with guard.step():
+            (model(batch(rows)).square() * weight_M1).mean().backward()
+        assert {event.role for event in guard.events} == {Role.DGRAD}
+
+
 def test_calls_that_do_not_train_are_judged_only_where_none_does() -> None:
     model, guard = guarded(every=1)
     with guard.step():
@@ -496,6 +508,13 @@ def test_a_resumed_guard_looks_at_the_rows_that_it_would_have_looked_at() -> Non
         errors.append([(event.step, event.error) for event in guard.events])
     assert len(errors[0]) == 1
     assert errors[0] == errors[1]
+
+
+def test_what_is_no_state_of_a_guard_is_refused() -> None:
+    _, guard = guarded()
+    for state in ({}, {"events": []}, None):
+        with pytest.raises(InvalidInput, match="give what its state_dict"):
+            guard.load_state_dict(state)
 
 
 def test_a_guard_is_resumed_with_its_own_events_once() -> None:

@@ -150,3 +150,10 @@ def test_a_graph_outlives_a_move_to_where_the_model_lies(stay: Callable[[nn.Modu
     stay(model)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_symbols_are_not_traced_as_if_the_model_had_no_plan() -> None:
+    model = tower()
+    loka.apply_plan(model, plan_for(model, {"bottom": ROWWISE}))
+    with pytest.raises(InvalidInput, match="cannot be traced by symbols: trace before apply_plan, or use"):
+        torch.fx.symbolic_trace(model)

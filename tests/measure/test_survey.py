@@ -384,6 +384,24 @@ def test_a_site_whose_values_are_not_finite_is_told_and_stops_nothing() -> None:
     assert candidate(b, "reference.rowwise", Role.FPROP).why_not is None
 
 
+def test_of_a_layer_in_a_dtype_without_a_baseline_that_is_told_and_not_that_its_values_are_wrong() -> None:
+    class Exact(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.usual, self.exact = nn.Linear(16, 32), nn.Linear(32, 4).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.exact(self.usual(x).double())
+
+    model = Exact()
+    probe = loka.Probe(model)
+    with probe.step():
+        model(torch.randn(32, 16)).sum().backward()
+    sites = {site.site: site for site in measure(probe.record(), kernels=["torch.fp32"]).sites}
+    assert sites["exact"].notes == ("head", "runs in float64, for which there is no baseline to compare with")
+    assert sites["exact"].stays == sites["exact"].notes[1]
+
+
 def test_tensors_that_were_timed_are_let_go_before_children_and_blocks_need_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a wide layer take gigabytes. Measuring the ceiling leaves some too."""
     held: list[int] = []

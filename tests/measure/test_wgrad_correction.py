@@ -76,6 +76,24 @@ def test_what_rows_that_are_drawn_one_by_one_miss_is_made_up_for(kernel: str, me
     assert drawn.estimates()[metric].mean < true / 3
 
 
+def test_draws_without_a_gradient_are_left_out_as_the_probe_leaves_them_out() -> None:
+    """At a site that one row in sixty trains, most drawn batches hold none."""
+
+    def rarely_trained(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        dy_MN = torch.randn(32, N, generator=generator) * (torch.rand(32, 1, generator=generator) < 1 / 60)
+        return torch.randn(32, K, generator=generator), dy_MN
+
+    site, option = probed(200, of=rarely_trained), Option("reference.rowwise", Role.WGRAD)
+    generator, true = torch.Generator().manual_seed(1), []
+    while len(true) < 200:
+        x_MK, dy_MN = rarely_trained(generator)
+        if dy_MN.any():
+            true.append(SiteParts(SiteTensors(x_MK, dy_MN, [site.weight_NK])).error(option).mere_floored)
+    error = measure_errors(site, [option], Format.FP32, CPU)[option]
+    assert error.zeros > 0
+    assert error.estimates()["mere_floored"].mean == pytest.approx(sum(true) / len(true), rel=0.25)
+
+
 def test_a_transform_and_dgrad_are_not_corrected() -> None:
     """The gate, by which options are compared, is."""
     site = probed()

@@ -140,6 +140,8 @@ class TestMistakes:
             loka.apply_mods(nn.DataParallel(mlp))
 
     def test_parameters_without_a_shape(self) -> None:
+        with pytest.raises(InvalidInput, match="the model is an average of another model: apply Mods to that, then average it"):
+            loka.apply_mods(torch.optim.swa_utils.AveragedModel(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))))
         with pytest.raises(InvalidInput, match=r"0.weight has no shape yet: run the model once on a batch, then apply Mods"):
             loka.apply_mods(nn.Sequential(nn.LazyLinear(4), nn.SiLU()))
 

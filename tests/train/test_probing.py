@@ -1,9 +1,13 @@
 """Training a user's workload under the Probe."""
 
+import dataclasses
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 import loka
+from loka.core.errors import InvalidInput
 from loka.train.probing import probe_workload
 
 
@@ -23,8 +27,8 @@ def test_a_table_that_the_first_batch_does_not_read_is_trained_later() -> None:
     model, batches = TwoDomains(), [(torch.arange(10), False), (torch.arange(10), True)]
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     workload = loka.Workload(model, batches, lambda model, batch: model(*batch).square().mean())
-    record, was_stopped = probe_workload(workload, steps=4, every=2)
-    assert (record.steps_seen, was_stopped) == (4, False)
+    record, ended_by = probe_workload(workload, steps=4, every=2)
+    assert (record.steps_seen, ended_by) == (4, None)
     assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
 
 
@@ -55,3 +59,35 @@ def test_the_batch_that_shows_mods_the_model_is_trained_on_too() -> None:
     workload = loka.Workload(Branching(), batches, lambda model, x: model(x, factor=0.5).square().mean())
     record, _ = probe_workload(workload, steps=9, every=1, mods=["no_bias"])
     assert record.steps_seen == 3
+
+
+def rows_of(*sizes: int) -> loka.Workload:
+    """A tower on batches of ``sizes`` rows. Of a batch of none the loss is no number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 1))
+    batches = [torch.randn(size, 16) for size in sizes]
+    return loka.Workload(model, batches, lambda model, x: model(x).square().mean())
+
+
+def test_what_was_learned_before_a_loss_that_is_no_number_is_kept() -> None:
+    """And no weight of the Record has been trained by it, though the step is not one that the Probe samples."""
+    record, ended_by = probe_workload(rows_of(32, 32, 32, 0, 32), steps=5, every=2)
+    assert "the loss of step 4 is nan: look for NaN in its batch, or for an empty one" in str(ended_by)
+    assert record.steps_seen == 4
+    assert record.sites["0"].was_called
+    assert all(site.weight_NK.isfinite().all() for site in record.sites.values())
+
+
+def test_what_was_learned_before_an_error_of_the_workload_is_kept() -> None:
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() if len(x) == 32 else {}["no such key"]
+
+    record, ended_by = probe_workload(dataclasses.replace(rows_of(32, 32, 17), loss=loss), steps=5, every=1)
+    assert isinstance(ended_by, KeyError)
+    assert record.sites["2"].was_called
+
+
+def test_an_error_before_anything_was_learned_is_raised() -> None:
+    with pytest.raises(InvalidInput, match="the loss of step 1 is nan"):
+        probe_workload(rows_of(0, 32), steps=5, every=1)
