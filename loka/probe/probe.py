@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import logging
+import math
+import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -42,6 +44,8 @@ logger = logging.getLogger("loka")
 
 MOST_FLOWS = 8  # each takes one forward pass more; those that reach a site for the first time are looked at in any case
 BASELINES = frozenset({torch.float32, torch.bfloat16})  # dtypes that kernels are compared with
+LONG_S = 30.0  # of learning on a CPU, from which on it is told
+MUCH = 0.05  # of the time of training
 SPREAD = 4  # a sample is learned within the first 1/SPREAD of the steps before the next
 
 
@@ -116,6 +120,8 @@ class Probe:
         self._unlearned: deque[tuple[SiteLearning, Rows]] = deque()  # of the newest sample,
         self._all_finite = Answer(torch.tensor(True))  # whether there is no NaN or infinity in it
         self._sites_a_step = 0  # to be learned behind each step
+        self._learned_s = 0.0  # how long learning took
+        self._told_cost = False
         self._detached = False
         self._writer = _writer()
         self.memory = plan_memory(self._sites, memory_budget, taken=self._weights.bytes if self._weights else 0)
@@ -134,6 +140,7 @@ class Probe:
                 self._learn(self._sites_a_step)
             return
         self._learn_all()
+        self._tell_cost()
         if (device := self._one_device()) != self._device:
             raise InvalidInput(f"the model moved from {self._device} to {device}: make the Probe behind model.to(…)")
         self._require_same_sites()
@@ -282,12 +289,27 @@ class Probe:
         if not sites:
             return
         all_finite = self._all_finite.get()
+        begin_s = time.perf_counter()
         with self._aside.work():
             for _ in range(sites):
                 site, looked = self._unlearned.popleft()
                 rows = looked if all_finite else site.finite(looked)
                 if rows is not None:
                     site.learn(rows, self._fade)
+        self._learned_s += time.perf_counter() - begin_s
+
+    def _tell_cost(self) -> None:
+        """Once, on a CPU, where learning takes much of the time: that many small layers have a price no step makes up for."""
+        step_us = self._clock.median_us() if self._device.type == "cpu" and self._learned_s >= LONG_S else None
+        if self._told_cost or not step_us:
+            return
+        share = self._learned_s / self._samples / (1e-6 * step_us * self.every)
+        if share > MUCH:
+            self._told_cost = True
+            logger.warning(
+                "probe: learning takes %.0f %% of the time of training, %.0f ms a site and sample: with every=%d it takes 1 %%",
+                100 * share, 1e3 * self._learned_s / self._samples / len(self._sites), math.ceil(100 * share * self.every),
+            )  # fmt: skip
 
     def _learn_all(self) -> None:
         self._learn(len(self._unlearned))

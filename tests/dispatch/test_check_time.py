@@ -1,5 +1,7 @@
 """What the joint check times: steps with the casts of their weights, and plans that are slow as a whole give sites back."""
 
+import statistics
+
 import msgspec
 import pytest
 from checked import BATCHES, SITES, check
@@ -8,6 +10,7 @@ from torch import nn
 
 import loka
 from loka.core.plan import Goal, Plan
+from loka.core.progress import Lines
 from loka.dispatch.check import _Trial
 from loka.dispatch.planned import PlannedLinear
 
@@ -29,6 +32,42 @@ def test_the_first_pass_of_each_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("loka.dispatch.check._Trial._pass_us", lambda self: next(passes_us))
     (only,) = check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0).rounds
     assert only.speedup == 3.0
+
+
+@pytest.mark.parametrize(
+    ("speedups", "timed"),
+    [
+        ([1.3, 1.2, 1.4], 3),
+        ([0.8, 0.75, 0.85], 3),
+        ([0.9, 1.1, 1.3, 1.2, 1.2, 1.2], 6),
+        ([0.9, 1.1, 0.8, 1.0, 1.2, 0.7, 0.9, 1.3, 0.95, 1.05, 1.0, 0.98], 12),
+    ],
+    ids=["fast", "slow", "fast, known later", "never known"],
+)
+def test_a_plan_is_timed_until_it_is_known_whether_it_is_fast_enough(
+    speedups: list[float], timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise alone gives no site back, as long as more turns can tell it from a plan that is too slow."""
+    turns = iter([1.0, *speedups, *(99 * [1.0])])
+    taken: list[float] = []
+
+    def time_both(self: _Trial, applied: object) -> tuple[float, float]:
+        taken.append(next(turns))
+        return 100.0, 100 * taken[-1]
+
+    monkeypatch.setattr(_Trial, "_time_both", time_both)
+    first = check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0, min_speedup=1.0, repeats=3).rounds[0]
+    assert taken == [1.0, *speedups][: 1 + timed]
+    assert first.speedup == pytest.approx(statistics.median(speedups))
+
+
+def test_it_shows_every_round_and_every_site_that_it_tries(capsys: pytest.CaptureFixture[str]) -> None:
+    check(plan_for(tower(), dict.fromkeys(SITES, ROWWISE)), max_loss_change=1e-9, min_speedup=0.0, repeats=1, progress=Lines())
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("3 sites by the plan: loss ")
+    assert [line.split("  ")[:2] for line in told[1:4]] == [[f"{n}/3", f"{site} by itself"] for n, site in enumerate(SITES, 1)]
+    assert told[4].startswith("given back: ")
+    assert told[-1].startswith("0 sites by the plan: ")
 
 
 def test_what_a_step_casts_is_asked_once_a_pass_and_not_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,6 +49,33 @@ def test_the_gradient_of_a_weight_that_is_an_embedding_too_is_nobodys() -> None:
     site = probe_steps(TiedEmbedding(), lambda model: model(torch.arange(10))).sites["scores"]
     assert site.statistics["gradients"].tensors["steps"] == 0
     assert not site.statistics["gradients"].tensors["dw_NK"].any()
+
+
+def test_a_probe_that_takes_much_of_the_time_says_so_once_and_how_seldom_it_should_look(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a clock on which a step takes 1 s, and each look at it moves on 0.5 s: learning a sample takes that."""
+    clock = {"s": 0.0}
+
+    def moved_on() -> float:
+        clock["s"] += 0.5
+        return clock["s"]
+
+    monkeypatch.setattr("loka.probe.probe.time.perf_counter", moved_on)
+    monkeypatch.setattr("loka.probe.clock.time.perf_counter", moved_on)
+    monkeypatch.setattr("loka.probe.probe.LONG_S", 1.0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    probe = loka.Probe(model, every=4)
+    for _ in range(40):
+        with probe.step():
+            model(torch.randn(8, 4)).sum().backward()
+            clock["s"] += 0.5
+    (told,) = [record.message for record in caplog.records if "takes" in record.message and record.levelname == "WARNING"]
+    told_by = r"learning takes (\d+) % of the time of training, 250 ms a site and sample: with every=(\d+) it takes 1 %"
+    share = re.search(told_by, told)
+    assert share
+    assert int(share[1]) == pytest.approx(100 * 0.5 / 4, abs=1)
+    assert int(share[2]) == pytest.approx(100 * 0.5, abs=1)
 
 
 def test_an_input_by_its_name_is_seen() -> None:
