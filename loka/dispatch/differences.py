@@ -54,8 +54,18 @@ def refuse_other_model(sites: dict[str, nn.Linear], plan: Plan) -> None:
     more = f", and {len(different) - 3} more" if len(different) > 3 else ""
     raise InvalidInput(
         f"this plan is of another model (fingerprint {plan.document.fingerprint}, this model's is {here}): "
-        f"{'; '.join(different[:3])}{more}. Probe this model and make its own plan"
+        f"{'; '.join(different[:3])}{more}. {_remedy(list(sites), [site.site for site in plan.sites])}"
     )
+
+
+def _remedy(here: list[str], planned: list[str]) -> str:
+    if sorted(name.replace("_orig_mod.", "") for name in here) == sorted(planned):
+        return "A part of the model was compiled since: apply the plan first, then compile it"
+    for name in here:
+        around = name.removesuffix(f".{planned[0]}") if planned else name
+        if around != name and {f"{around}.{site}" for site in planned} <= {*here}:
+            return f"All of its sites are inside {around}: apply it to that module"
+    return "Probe this model and make its own plan"
 
 
 def _fingerprint(sites: dict[str, nn.Linear]) -> str:

@@ -135,6 +135,18 @@ def test_another_models_plan_is_never_applied(other: nn.Module, message: str) ->
         loka.apply_plan(other, plan_for(tower(), MIXED), on_missing="high_precision")
 
 
+def test_of_a_model_inside_of_another_the_module_to_apply_to_is_named() -> None:
+    plan = plan_for(tower(), {"bottom": ROWWISE})
+    outer = nn.ModuleDict({"ranker": tower(), "other": nn.Linear(2, 2)})
+    with pytest.raises(InvalidInput, match="All of its sites are inside ranker: apply it to that module"):
+        loka.apply_plan(outer, plan)
+    loka.apply_plan(outer["ranker"], plan)
+    compiled = tower()
+    compiled.top = torch.compile(compiled.top)
+    with pytest.raises(InvalidInput, match="A part of the model was compiled since: apply the plan first, then compile it"):
+        loka.apply_plan(compiled, plan)
+
+
 def test_another_shape_and_another_bias_are_told() -> None:
     wider, without = tower(), tower()
     wider.top[2] = nn.Linear(48, 40)
