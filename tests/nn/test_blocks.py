@@ -363,15 +363,17 @@ class Gained(loka.BlockNorm):
 class Entries(nn.Module):
     """Norms in front of layers: of one alone, of one that reads several vectors as one, of two, behind a layer of its own,
     read as well, of another kind, behind dropout, of vectors whose blocks differ, in front of something that is run before
-    the layer, called elsewhere too, of a class of the user's own, and seen as another shape where a copy may be needed."""
+    the layer, called elsewhere too, of a class of the user's own, seen as another shape where a copy may be needed, and in
+    front of another layer's norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        names = ("alone", "of_two", "behind", "read", "dropped", "early", "busy", "viewed")
+        names = ("alone", "of_two", "behind", "read", "dropped", "early", "busy", "viewed", "first", "second")
         self.norms = nn.ModuleDict({name: loka.BlockNorm(8) for name in names})
         self.flattened, self.uneven, self.other = loka.BlockNorm(8, block=4), loka.BlockNorm(8, block=3), nn.LayerNorm(8)
         self.gained = Gained(8)
         names = ("plain", "left", "right", "front", "back", "beside", "dropout", "layer", "late", "often", "own", "seen")
+        names = (*names, "of_first", "of_second")
         self.layers = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
         self.wide, self.uneven_wide = nn.Linear(24, 8), nn.Linear(24, 8)
 
@@ -390,6 +392,8 @@ class Entries(nn.Module):
             layer["own"](self.gained(x)),
             layer["seen"](norm["viewed"](x).view(-1, 3, 8)),
         ]
+        first, second = norm["first"](x), norm["second"](x)
+        outputs += [layer["of_first"](first), layer["of_second"](second)]
         early = norm["early"](x)
         x = x.clamp_(min=0)  # what the norm has read is not what a block would read
         outputs.append(layer["late"](early))
@@ -405,6 +409,24 @@ def test_a_norm_in_front_is_the_sites_where_nothing_else_has_it(with_example: bo
     assert entries.pop("wide") == Entry("flattened", 4)
     assert set(entries.values()) == {None}
     assert found.of("layers.front").norm == Follower("BlockNorm", "norms.behind", 256, 1e-5)
+
+
+class Unread(nn.Module):
+    """A layer whose output nobody reads, such as what is left of an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux, self.head = nn.Linear(8, 4), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("with_example", [False, True])
+def test_what_nobody_reads_is_not_taken_for_a_prediction(with_example: bool) -> None:
+    found = find_blocks(Unread(), (torch.randn(5, 8),) if with_example else None)
+    assert {block.site: block.is_head for block in found} == {"aux": None, "head": True}
 
 
 class Products(nn.Module):
