@@ -11,19 +11,28 @@ from loka.core.errors import InvalidInput
 
 def require_folder(path: str | os.PathLike[str]) -> None:
     """Refuse a folder that cannot be made or written to, before the work whose result it shall hold."""
-    path = Path(path)
+    there = _nearest_folder(Path(path))
+    try:  # who may write does not tell everywhere: not in /proc, nor where a quota is used up
+        tempfile.TemporaryDirectory(dir=there, prefix=".loka.").cleanup()
+    except OSError as failure:
+        raise _not_writable(there, failure) from failure
+
+
+def _nearest_folder(path: Path) -> Path:
+    """``path``, or what is there of the folders around it."""
     there = next(part for part in (path, *path.parents) if part.exists())
     if not there.is_dir():
         raise InvalidInput(f"{there} is a file: name a folder")
-    try:  # who may write does not tell everywhere: not in /proc, nor where a quota is used up
-        tempfile.TemporaryDirectory(dir=there).cleanup()
-    except OSError as failure:
-        raise InvalidInput(f"{there} cannot be written to ({failure.strerror}): name another folder") from failure
+    return there
+
+
+def _not_writable(folder: Path, failure: OSError) -> InvalidInput:
+    return InvalidInput(f"{folder} cannot be written to ({failure.strerror}): name another folder")
 
 
 def file_in(run: str | os.PathLike[str], name: str) -> Path:
     """The path of ``name`` in the folder ``run``, or ``run`` itself where that is the path of such a file."""
-    if not isinstance(run, str | os.PathLike):
+    if not (isinstance(run, str) or hasattr(run, "__fspath__")):
         raise InvalidInput(f"a run is named by the path of its folder, got {run!r}")
     path = Path(run)
     if path.suffix == Path(name).suffix and not path.is_dir():
@@ -37,9 +46,12 @@ def file_in(run: str | os.PathLike[str], name: str) -> Path:
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside ``target``; on success it replaces ``target``, on an exception it vanishes."""
     target = Path(target)
-    require_folder(target.parent)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    there = _nearest_folder(target.parent)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    except OSError as failure:
+        raise _not_writable(there, failure) from failure
     os.close(handle)
     temporary = Path(name)
     try:

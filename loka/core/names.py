@@ -8,11 +8,11 @@ from loka.core.errors import InvalidInput
 
 
 def given_names(given: object, option: str, of_what: str) -> tuple[str, ...]:
-    """What ``option`` was given as names or patterns ``of_what``: one, or several in a list."""
-    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise InvalidInput(f"{option} takes names of {of_what}, or patterns, in a list; got {given!r}")
+    """The names ``of_what`` that ``option`` was given: one, or several in a list."""
+    several = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    names = tuple(name for name in several if isinstance(name, str))
+    if len(names) < len(several):
+        raise InvalidInput(f"{option} takes {of_what}, in a list; got {', '.join(map(repr, several))}")
     return names
 
 

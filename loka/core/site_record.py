@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 SAME_DIRECTION = 0.9  # the cosine
 NEVER_CALLED = "never called"  # a note
+NOT_FINITE = "rows with NaN or infinite values were seen and left out"  # another
 # What is known of the modules behind a site.
 FOLLOWERS = ("norm", "norm_kind", "norm_block", "norm_eps", "activation", "activation_kind")
 UNKNOWN_READER = "?"

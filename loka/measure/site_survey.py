@@ -9,7 +9,7 @@ import torch
 
 from loka.core.gemm import SOURCES, Role, TensorName, by_frequency
 from loka.core.recipe import Format, Transform
-from loka.core.site_record import Finding, SiteRecord
+from loka.core.site_record import NOT_FINITE, Finding, SiteRecord
 from loka.core.survey import Candidate, CastTime, SiteSurvey, Times
 from loka.kernels.contract import is_oracle
 from loka.kernels.operand import Form
@@ -243,7 +243,9 @@ def _is_matched(option: Option, errors: Mapping[Option, OptionError], waits: Cal
 def _why_nothing_is_known(site: SiteRecord) -> str:
     if not site.calls:
         return NEVER_CALLED
-    return site.stays or NOTHING_LEARNED  # such as a layer in a dtype that nothing is compared with
+    if NOT_FINITE in site.notes or site.stays is None:
+        return NOTHING_LEARNED
+    return site.stays  # such as a layer in a dtype that nothing is compared with
 
 
 def _site_survey(

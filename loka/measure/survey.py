@@ -92,7 +92,7 @@ def chosen_kernels(record: Record, kernels: Iterable[str] | None, device: torch.
         names = [name for name in KERNELS.names() if name not in wider]
         names = [name for name in names if device.type == "cpu" or not is_oracle(name)]
     else:
-        given = given_names(kernels, "kernels", "kernels")
+        given = given_names(kernels, "kernels", "names of kernels, or patterns")
         names = [name for one in given for name in matching(one, KERNELS.names()) or [KERNELS.get(one).name]]
         _require_one(names, device)
     return tuple(dict.fromkeys((baseline, *names)))

@@ -190,7 +190,7 @@ def _chosen(mods: Iterable[str] | None) -> dict[str, Mod]:
     if mods is None:
         entries = {name: mod for name, mod in MODS.items() if mod.default}
     else:
-        entries = {name: MODS.get(name) for name in given_names(mods, "mods", "Mods")}
+        entries = {name: MODS.get(name) for name in given_names(mods, "mods", "names of Mods")}
     return dict(sorted(entries.items(), key=lambda entry: (entry[1].order, entry[0])))
 
 
@@ -199,7 +199,7 @@ def _kept(model: nn.Module, keep: Iterable[str]) -> dict[str, str]:
     names = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     first_names = {id(module): name for name, module in model.named_modules()}
     kept = {}
-    for pattern in given_names(keep, "keep", "modules"):
+    for pattern in given_names(keep, "keep", "names of modules, or patterns"):
         known = [name for name, _ in names]
         matched = matching(pattern, known)
         if not matched:

@@ -96,7 +96,7 @@ def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
     names = list(sites)
     around = list(dict.fromkeys(part for name in names for part in _with_parents(name)))
     kept: dict[str, str] = {}
-    for pattern in given_names(keep, "keep", "sites"):
+    for pattern in given_names(keep, "keep", "names of sites, or patterns"):
         found = set(matching(pattern, around))
         if not found:
             hint = did_you_mean(pattern, names, most=3, cutoff=0.4) or f" The sites are: {', '.join(names)}"

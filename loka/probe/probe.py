@@ -307,7 +307,7 @@ class Probe:
         if share > MUCH:
             self._told_cost = True
             logger.warning(
-                "probe: learning takes %.0f %% of the time of training, %.0f ms a site and sample: with every=%d it takes 1 %%",
+                "probe: learning takes %.0f %% of the time of the steps, %.0f ms a site and sample: with every=%d it is 1 %%",
                 100 * share, 1e3 * self._learned_s / self._samples / len(self._sites), math.ceil(100 * share * self.every),
             )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from loka.core.gradient_rows import reference_of
 from loka.core.moments import Covariance
 from loka.core.recipe import Format
-from loka.core.site_record import NEVER_CALLED, SiteRecord
+from loka.core.site_record import NEVER_CALLED, NOT_FINITE, SiteRecord
 from loka.core.statistics import Rule, Statistic
 from loka.nn.blocks import Block
 from loka.numerics.formats import format_of, is_format
@@ -80,7 +80,7 @@ class SiteLearning:
         x_RK, dy_RN, dw_NK, x_amax_R1 = rows.x_RK, rows.dy_RN, rows.dw_NK, rows.x_amax_R1
         finite_R = x_RK.isfinite().all(1) if dy_RN is None else x_RK.isfinite().all(1) & dy_RN.isfinite().all(1)
         if not finite_R.all():
-            self.note("rows with NaN or infinite values were seen and left out")
+            self.note(NOT_FINITE)
             x_RK, dy_RN = x_RK[finite_R], None if dy_RN is None else dy_RN[finite_R]
             x_amax_R1 = None if x_amax_R1 is None else x_amax_R1[finite_R]
         if not len(x_RK):

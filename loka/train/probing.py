@@ -39,7 +39,8 @@ def probe_workload(
     """Make ``mods`` on ``workload``, train it for ``steps`` steps, and return what the Probe learned.
 
     Batches start over when they end; an iterator's cannot, and end the training. So does an interrupt, a closed pipe behind the
-    output, or an error: what was learned so far is returned with it. Before anything was learned it is raised.
+    output, or an error: what was learned so far is returned with it, unless the weights are no numbers any more. An error
+    before anything was learned is raised.
     """
     if steps < 1:
         raise InvalidInput(f"steps must be at least 1, got {steps}")
@@ -59,14 +60,14 @@ def probe_workload(
             for step, batch in enumerate(islice(batches, steps)):
                 with probe.step():
                     loss = _loss(workload, batch)
-                    if step % every == 0 or loss.device.type == "cpu":  # between samples a GPU is not waited for
-                        value = _finite(loss, step)
+                    is_shown = step % every == 0
+                    value = _finite(loss, step) if is_shown or loss.device.type == "cpu" else None  # a GPU is not waited for
                     loss.backward()
                 optimizers = optimizers or _make_optimizers(model)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-                if step % every == 0:
+                if is_shown:
                     progress.advance(f"step {step + 1} of {steps}, loss {value:.4g}")
         if probe.steps_seen < steps:
             progress.say(f"the batches ended after {probe.steps_seen} of {steps} steps, and cannot be iterated anew")
@@ -75,8 +76,11 @@ def probe_workload(
         if probe.steps_seen <= 1:  # nothing is known yet
             raise
         record = probe.record()
-        if not all(site.weight_NK.isfinite().all() for site in record.sites.values()):
-            raise
+        if broken := [site.name for site in record.sites.values() if site.was_called and not site.weight_NK.isfinite().all()]:
+            raise InvalidInput(
+                f"the weights of {', '.join(broken[:3])} are NaN or infinite after step {probe.steps_seen}, so that no Record "
+                f"is made: what such a model computes says nothing. It was stopped by {stop!r}"
+            ) from stop
         if is_read(sys.stdout):
             progress.say(f"stopped at step {probe.steps_seen} of {steps}")
         return Probed(record, stop)

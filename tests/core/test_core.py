@@ -68,11 +68,13 @@ def test_a_folder_that_cannot_be_written_to_is_named_and_not_a_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "mkdir", read_only)
-    with pytest.raises(InvalidInput, match=rf"{tmp_path} cannot be written to \(Read-only file system\): name another folder"):
-        atomic_write(tmp_path / "plan.json", "{}")
+    monkeypatch.setattr(os, "open", read_only)
+    for name in ("plan.json", "runs/plan.json"):
+        with pytest.raises(InvalidInput, match=rf"{tmp_path} cannot be written to \(Read-only file system\): name another"):
+            atomic_write(tmp_path / name, "{}")
 
 
-def read_only(path: str, mode: int = 0o777) -> None:
+def read_only(path: str, *_: int) -> None:
     """Root may write anywhere."""
     raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 

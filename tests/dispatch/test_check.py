@@ -355,6 +355,12 @@ def test_mistakes_get_a_message() -> None:
         check(plan, repeats=0)
     with pytest.raises(InvalidInput, match="batches must be several, in a list or a loader, got one object: put it into"):
         check(plan, batches=object())
+
+    class OfBatches:  # as torch's Dataset, which has no __iter__
+        def __getitem__(self, index: int) -> Tensor:
+            return BATCHES[index]
+
+    check(plan, batches=OfBatches())
     with pytest.raises(InvalidInput, match="the loss in high precision is 0 on these batches"):
         loka.check_plan(model, plan, BATCHES, loss=lambda m, x: 0 * m(x).sum())
     with pytest.raises(InvalidInput, match="the loss of batch 2 of 3 is nan in high precision: look for NaN in that batch,"):

@@ -19,7 +19,7 @@ from loka.core.gemm import SOURCES, Role, SiteShape, TensorName
 from loka.core.progress import Lines, Silent
 from loka.core.recipe import Format, Transform
 from loka.core.record import Record
-from loka.core.site_record import Finding
+from loka.core.site_record import NOT_FINITE, Finding
 from loka.core.survey import BlockCandidate, Candidate, Ceiling, SiteSurvey, Survey
 from loka.kernels.executor import SiteKernels
 from loka.measure.block import Blocks
@@ -397,7 +397,11 @@ def test_of_a_layer_in_a_dtype_without_a_baseline_that_is_told_and_not_that_its_
     probe = loka.Probe(model)
     with probe.step():
         model(torch.randn(32, 16)).sum().backward()
-    sites = {site.site: site for site in measure(probe.record(), kernels=["torch.fp32"]).sites}
+    record = probe.record()
+    sites = {site.site: site for site in measure(record, kernels=["torch.fp32"]).sites}
+    unlearned = {"exact": dataclasses.replace(record.sites["exact"], notes=(NOT_FINITE,))}  # had its rows been NaN besides
+    (unlearned,) = measure(dataclasses.replace(record, sites=unlearned), kernels=["torch.fp32"]).sites
+    assert unlearned.notes[-1].startswith("every row that the Probe saw here was NaN")
     assert sites["exact"].notes == ("head", "runs in float64, for which there is no baseline to compare with")
     assert sites["exact"].stays == sites["exact"].notes[1]
 

@@ -71,7 +71,7 @@ def test_a_probe_that_takes_much_of_the_time_says_so_once_and_how_seldom_it_shou
             model(torch.randn(8, 4)).sum().backward()
             clock["s"] += 0.5
     (told,) = [record.message for record in caplog.records if "takes" in record.message and record.levelname == "WARNING"]
-    told_by = r"learning takes (\d+) % of the time of training, 250 ms a site and sample: with every=(\d+) it takes 1 %"
+    told_by = r"learning takes (\d+) % of the time of the steps, 250 ms a site and sample: with every=(\d+) it is 1 %"
     share = re.search(told_by, told)
     assert share
     assert int(share[1]) == pytest.approx(100 * 0.5 / 4, abs=1)

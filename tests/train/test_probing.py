@@ -91,3 +91,23 @@ def test_what_was_learned_before_an_error_of_the_workload_is_kept() -> None:
 def test_an_error_before_anything_was_learned_is_raised() -> None:
     with pytest.raises(InvalidInput, match="the loss of step 1 is nan"):
         probe_workload(rows_of(0, 32), steps=5, every=1)
+
+
+def test_of_a_model_whose_weights_are_no_numbers_no_record_is_made_and_that_is_told() -> None:
+    """But of a layer that nothing calls they say nothing of what the others saw."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if len(x) == 17:
+            raise KeyboardInterrupt
+        return model(x).square().mean()
+
+    workload = dataclasses.replace(rows_of(32, 32, 17), loss=loss)
+    workload.model.register_module("uncalled", nn.Linear(4, 4))
+    torch.nn.init.constant_(workload.model.uncalled.weight, torch.nan)
+    workload.model.forward = lambda x: workload.model[2](workload.model[1](workload.model[0](x)))  # type: ignore[method-assign]
+    record, ended_by = probe_workload(workload, steps=5, every=1)
+    assert isinstance(ended_by, KeyboardInterrupt)
+    assert record.sites["2"].was_called
+    workload.model[2].weight.register_hook(lambda gradient: gradient * torch.nan)
+    with pytest.raises(InvalidInput, match=r"the weights of 2 are NaN or infinite after step \d, so that no Record is made"):
+        probe_workload(workload, steps=5, every=1)

@@ -34,7 +34,7 @@ class Tiles:
     warps: int
     stages: int
     splits: int = 1  # programs that share an output tile, each contracting a part
-    per_sm: int = 1  # programs that a multiprocessor holds at once
+    per_sm: int = 1  # programs for each multiprocessor; of 3 or 4 that persist, shared memory leaves room for one less at once
 
 
 def grid(tiles_of_output: int, tiles: Tiles, sms: int) -> tuple[int, bool]:
@@ -177,7 +177,8 @@ def choose_block_tiles(m: int, n: int, k: int, blocks: NormBlocks | None, sms: i
     """Tiles that hold a norm block each, for writing 1 to 4 ``forms`` of it, ``only_codes`` or wider ones too: of those that
     have the registers, the ones that finish first.
 
-    Without a norm they are those of an unsplit product; more than one form takes the tiles for promoted sums, for their room.
+    Without a norm they are those of an unsplit product, by its times; more than one form takes the tiles for promoted sums, for
+    their room.
     """
     if blocks is None:
         product = _PROMOTED_US if is_promoted(k) or forms > 1 else _FAST_US

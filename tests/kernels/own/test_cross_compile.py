@@ -343,7 +343,11 @@ CASES = {
     **{f"gemm {name_of(t)}": gemm_case(t, promoted=False) for t in GEMM_TILES},
     **{f"gemm {name_of(t)}, one tile": gemm_case(t, promoted=False, persistent=False) for t in GEMM_TILES},
     **{f"gemm {name_of(t)} to fp32": gemm_case(t, promoted=False, out=FP32) for t in GEMM_TILES},
-    "gemm 128x128 to fp32, one tile": gemm_case(GEMM_TILES[1], promoted=False, out=FP32, persistent=False),
+    **{f"gemm {name_of(t)}, a part": gemm_case(t, promoted=False, out=FP32, persistent=False) for t in GEMM_TILES},
+    **{
+        f"int8 gemm {name_of(t)}, a part": gemm_case(t, promoted=False, out=FP32, codes=INT8, persistent=False)
+        for t in INT8_TILES
+    },
     **{f"gemm {name_of(t)}, promoted": gemm_case(t, promoted=True) for t in PROMOTED_TILES},
     **{f"gemm {name_of(t)}, promoted, a part": gemm_case(t, promoted=True, out=FP32, persistent=False) for t in PROMOTED_TILES},
     "block forward, small": forward_case(2048, 768, 256, HIGH=False),
