@@ -152,6 +152,8 @@ def carry_hooks(current: nn.Module, other: nn.Module) -> None:
         table = vars(current).get(name)
         if table:
             vars(other)[name] = table
+            if name == "_backward_hooks":  # torch calls none without knowing of which of its two kinds they are
+                vars(other)["_is_full_backward_hook"] = vars(current).get("_is_full_backward_hook")
 
 
 def _replace(model: nn.Module, now: Mapping[int, nn.Module]) -> None:

@@ -170,6 +170,12 @@ class FusedChain(nn.Module):
         _require_fit(blocks, entry)
         if not outputs or not all(-len(blocks) <= output < len(blocks) for output in outputs):
             raise InvalidInput(f"outputs must name some of {len(blocks)} blocks by their index, got {tuple(outputs)}")
+        named = [output % len(blocks) for output in outputs]
+        if len(set(named)) < len(named) or len(blocks) - 1 not in named:
+            raise InvalidInput(
+                f"outputs must name each block once, and the last of {len(blocks)} among them, got {tuple(outputs)}: leave out "
+                f"blocks that nobody reads"
+            )
         self.entry = entry
         self.blocks = nn.ModuleList(blocks)
         self.outputs = tuple(output % len(blocks) for output in outputs)

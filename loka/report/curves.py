@@ -24,7 +24,8 @@ class Window:
 def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str, other: str = "") -> Curves | None:
     """The curves of what was trained. Twins are compared window by window, since in each both saw the same examples."""
     names = {HIGH: high_precision, PLANNED: "LoKA", "training": "log-loss"}
-    windows = {name: _merge(_windows(lines)) for name, lines in training.items()}
+    all_windows = {name: _windows(lines) for name, lines in training.items()}
+    windows = {name: _merge(of_one) for name, of_one in all_windows.items()}
     if not any(windows.values()):
         return None
     curves = tuple(
@@ -34,7 +35,7 @@ def draw_curves(training: dict[str, list[MetricsLine]], high_precision: str, oth
     )
     known = [(window.step, window.best) for window in next(iter(windows.values())) if window.best is not None]
     best = Curve("best possible", tuple(step for step, _ in known), tuple(loss for _, loss in known)) if known else None
-    return Curves(curves, best, _difference(windows, PLANNED), _difference(windows, OTHER), other)
+    return Curves(curves, best, _difference(all_windows, PLANNED), _difference(all_windows, OTHER), other)
 
 
 def _windows(lines: Sequence[MetricsLine]) -> list[Window]:
@@ -67,15 +68,17 @@ def _merged(group: list[Window]) -> Window:
 
 
 def _difference(twins: dict[str, list[Window]], name: str) -> CurveDifference | None:
-    """The difference of the twin ``name`` from the high-precision one, at the steps that both have."""
-    high = {window.step: window.log_loss for window in twins.get(HIGH, ())}
-    pairs = [(window.step, window.log_loss, high[window.step]) for window in twins.get(name, ()) if window.step in high]
-    if not pairs:
+    """The difference of the twin ``name`` from the high-precision one, over the windows that both have: merged alike, however
+    many more one of them has."""
+    of_high, of_twin = ({window.step: window for window in twins.get(twin, ())} for twin in (HIGH, name))
+    common = sorted(of_high.keys() & of_twin.keys())
+    high, twin = (_merge([of_one[step] for step in common]) for of_one in (of_high, of_twin))
+    if not common:
         return None
-    changes = [100 * (planned / base - 1) for _, planned, base in pairs]
+    changes = [100 * (planned.log_loss / base.log_loss - 1) for planned, base in zip(twin, high, strict=True)]
     means = [estimate_mean(changes[:n]) for n in range(2, len(changes) + 1)]
     return CurveDifference(
-        steps=tuple(step for step, _, _ in pairs),
+        steps=tuple(window.step for window in twin),
         change=tuple(changes),
         mean=tuple(estimate.mean for estimate in means),
         low=tuple(estimate.low for estimate in means),

@@ -51,8 +51,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _update(self, table_RE: Tensor, gradient: Tensor, sum_R: Tensor, lr: float, eps: float) -> None:
         if not gradient.is_sparse:
             gradient_RE = self._without_bad(gradient)
+            gradient_RE = gradient_RE.float()  # in fp16 the square of a small one is 0
             sum_R.add_(gradient_RE.square().mean(1))
-            table_RE.sub_(lr * gradient_RE / (sum_R.sqrt() + eps)[:, None])
+            table_RE.sub_((lr * gradient_RE / (sum_R.sqrt() + eps)[:, None]).to(table_RE.dtype))
             return
         ids_K, gradient_KE = gradient._indices()[0], gradient._values()
         if _can_step_rows(table_RE, ids_K):

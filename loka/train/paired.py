@@ -62,7 +62,7 @@ def train_run(run: Run) -> dict[str, Any]:
     assert steps is not None, f"{config.data} never ends, so its setting must say how many steps"
     with matmul_precision(config.precision):
         model, done = prepare(run, data, device)
-        trainer = Trainer(model, config)
+        trainer = Trainer(model, replace(config, steps=steps))  # with an end, at which a learning rate may fall
         trajectory, seconds = _train(trainer, data, steps)
         row: dict[str, Any] = {
             "steps": steps,

@@ -89,7 +89,6 @@ def _criteo(dense: str) -> TrainConfig:
         data_options={"ids": "counted", "min_count": 1, "dense": dense, "train_fraction": 0.8},
         batch_size=128,
         warmup_steps=20,
-        decay_steps=100,
         out=None,
     )
 

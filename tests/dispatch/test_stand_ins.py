@@ -322,6 +322,7 @@ def test_hooks_of_every_kind_go_on_when_a_stand_in_goes(leave: Callable[[nn.Modu
     model.bottom.register_forward_pre_hook(lambda *_: ran.append("before"))
     model.bottom.register_forward_hook(lambda *_, **__: ran.append("behind"), with_kwargs=True)
     model.bottom.register_full_backward_pre_hook(lambda *_: ran.append("gradient"))
+    model.bottom.register_full_backward_hook(lambda *_: ran.append("gradient passed"))
     leave(model)
     assert not isinstance(model.bottom, PlannedLinear)
     if leave is loka.freeze:
@@ -329,4 +330,4 @@ def test_hooks_of_every_kind_go_on_when_a_stand_in_goes(leave: Callable[[nn.Modu
         assert ran == ["before", "behind"]
     else:
         model(batch().requires_grad_()).sum().backward()
-        assert ran == ["before", "behind", "gradient"]
+        assert ran == ["before", "behind", "gradient", "gradient passed"]

@@ -122,6 +122,9 @@ class TestFaceOfTheLinear:
             link_blocks([make_block(), entered])
         with pytest.raises(InvalidInput, match=r"outputs must name some of 1 blocks by their index, got \(1,\)"):
             FusedChain([make_block()], outputs=(1,))
+        for outputs in ((0,), (1, 1), (-1, 1)):
+            with pytest.raises(InvalidInput, match="each block once, and the last of 2 among them"):
+                FusedChain([make_block(), make_block(40)], outputs=outputs)
         with pytest.raises(InvalidInput, match="at least one block"):
             FusedChain([])
         with pytest.raises(InvalidInput, match=r"block 1 of the chain must be a FusedBlock, got Linear: make it with"):

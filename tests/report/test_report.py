@@ -90,6 +90,15 @@ class TestCurves:
         assert curves.difference.mean == pytest.approx((0.5, 0.0))  # from the second window on
         assert curves.difference.high[-1] == pytest.approx(4.302652729911275 / 3**0.5)  # t of 2 degrees · s/√3, s = 1
 
+    def test_a_twin_that_trained_longer_is_compared_over_the_windows_of_both(self) -> None:
+        """However many windows of each are drawn as one."""
+        lines = [line(step, 1 + step / 100) for step in range(1, 3 * MOST_POINTS)]
+        curves = draw_curves({"high": lines, "planned": lines[: MOST_POINTS + 50]}, "bf16")
+        assert curves is not None
+        assert curves.difference is not None
+        assert curves.difference.change == pytest.approx([0.0] * len(curves.difference.steps), abs=1e-12)
+        assert curves.difference.steps[-1] == MOST_POINTS + 50
+
     def test_long_runs_are_merged_by_examples(self) -> None:
         lines = [line(step, float(step)) for step in range(1, 2 * MOST_POINTS + 1)]
         curves = draw_curves({"training": lines}, "fp32")

@@ -108,6 +108,18 @@ def test_a_table_in_bf16_is_trained_with_sums_in_fp32(sparse):
     assert optimizer.state[table.weight]["sum_R"].tolist() == [0, 4, 0, 1, 0]
 
 
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_square_of_a_gradient_that_fp16_has_no_number_for_counts(sparse):
+    """1e-4 squared is below fp16's smallest number: taken for 0, it would have the step divided by eps."""
+    table = nn.Embedding(5, 4, sparse=sparse).half()
+    before = table.weight.detach().float()
+    optimizer = RowWiseAdagrad(table.parameters(), lr=0.5)
+    (1e-4 * table(torch.tensor([1, 3]))).sum().backward()
+    optimizer.step()
+    moved_R = (table.weight.detach().float() - before).mean(1)
+    torch.testing.assert_close(moved_R, torch.tensor([0, -0.5, 0, -0.5, 0]), atol=0.01, rtol=0)
+
+
 @pytest.mark.parametrize("is_sparse", [True, False])
 def test_found_inf_holds_both_optimizers_still(is_sparse):
     table, dense = nn.Parameter(torch.ones(4, 2)), nn.Linear(2, 2)

@@ -63,6 +63,17 @@ class TestRuns:
         assert again["test"] == twin["test"]
         assert again["trajectory"] == twin["trajectory"]
 
+    def test_in_a_run_of_an_epoch_the_learning_rate_falls_too(self, config):
+        """As it does in one of as many steps."""
+        config = replace(config, warmup_steps=0)
+        epoch = dataset_of(config, CPU).batches_per_epoch(config.batch_size)
+        of_epoch, of_steps = (
+            train_run(Run(replace(config, steps=steps, decay_steps=8), Arm("plain"))) for steps in (None, epoch)
+        )
+        constant = train_run(Run(replace(config, steps=None), Arm("plain")))
+        assert of_epoch["steps"] == epoch
+        assert of_epoch["test"] == of_steps["test"] != constant["test"]
+
     def test_a_kernel_everywhere_leaves_the_head_alone_and_changes_the_loss_a_little(self, config):
         plain, naive = train_run(Run(config, Arm("plain"))), train_run(Run(config, Arm("n", kernel="reference.tensorwise")))
         exact = train_run(Run(config, Arm("exact", kernel="torch.fp32")))
