@@ -423,6 +423,21 @@ def test_a_table_that_only_some_batches_reach_keeps_its_gradients() -> None:
     assert [table.weight.grad for table in tables] == [None, None]
 
 
+def test_gradients_are_those_of_a_model_that_trains_though_it_was_given_in_eval_mode() -> None:
+    """Dropout and batch statistics are there while it learns, and are part of what it learns."""
+    modes: set[bool] = set()
+
+    def noting(model: nn.Module, x: Tensor) -> Tensor:
+        modes.update([model.training] if torch.is_grad_enabled() else [])
+        return loss(model, x)
+
+    model = tower().eval()
+    plan = plan_for(model, {"top.0": ROWWISE})
+    loka.check_plan(model, plan, BATCHES, loss=noting, max_loss_change=1.0, min_speedup=0.0, repeats=1)
+    assert modes == {True}
+    assert not model.training
+
+
 def test_a_plan_for_serving_is_checked_in_eval_mode_and_without_gradients_alone() -> None:
     """A model served one row at a time has no batch statistics of its own, and its loss may be numpy's."""
     model = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16)).eval()
