@@ -320,6 +320,17 @@ def test_nor_is_one_that_the_probe_saw_read_where_forward_cannot_be_traced() -> 
     assert str(report).splitlines()[1:] == ["  the weight of encode was kept: t reads it"]
 
 
+def test_of_a_layer_that_was_not_frozen_no_weight_is_told_as_kept() -> None:
+    """Its gradients alone were planned: it serves by its weight, whoever reads that too."""
+    model = tower()
+    plan = plan_for(model, {"bottom": SiteKernels("torch.fp32", "reference.rowwise", "reference.rowwise"), "top.0": ROWWISE})
+    sites = tuple(msgspec.structs.replace(site, read_by="t" if site.site == "bottom" else None) for site in plan.sites)
+    loka.apply_plan(model, Plan(msgspec.structs.replace(plan.document, sites=sites)))
+    report = loka.freeze(model, drop_high_precision=True)
+    assert report.sites == ("top.0",)
+    assert not report.kept
+
+
 def test_a_weight_that_a_function_reads_too_is_not_dropped() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
