@@ -59,6 +59,20 @@ def test_gradients_are_torchs_own(from_the_left: list[tuple[int, ...]]) -> None:
     assert from_the_left == []
 
 
+def test_a_weight_that_learns_behind_an_input_that_does_not_has_torchs_own_gradients(
+    from_the_left: list[tuple[int, ...]],
+) -> None:
+    """As the first layer of a model does."""
+    linear, x, dy = nn.Linear(24, 16), across(7, 5, 24), torch.randn(7, 5, 16)
+    module = LeftLinear.from_linear(copy.deepcopy(linear))
+    for one in (linear, module):
+        one(x).backward(dy)
+    assert linear.weight.grad is not None
+    assert module.weight.grad is not None
+    assert torch.equal(module.weight.grad, linear.weight.grad)
+    assert from_the_left == []
+
+
 def test_under_autocast_it_is_torchs_own(from_the_left: list[tuple[int, ...]]) -> None:
     module, x = LeftLinear.from_linear(nn.Linear(24, 16)), across(7, 5, 24)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
