@@ -8,6 +8,7 @@ import pytest
 import torch
 from cuda_graphs import captured
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import loka
 from loka.core.errors import InvalidInput
@@ -68,6 +69,11 @@ class TestFaceOfTheLinear:
         blocks = fuse(model)
         link_blocks(blocks)
         assert list(model.state_dict()) == names
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_it_is_in_the_mode_of_the_linear(self, training: bool) -> None:
+        linear = nn.Linear(48, 40).train(training)
+        assert FusedBlock.from_modules(linear, loka.BlockNorm(40), nn.ReLU()).training is training
 
     def test_leading_axes_are_kept(self, fused_on: torch.device) -> None:
         block = make_block().to(fused_on)
@@ -172,6 +178,13 @@ class TestReference:
         assert block.why_reference == "reads bf16, fp16, fp32, not torch.float64"
         assert block(torch.randn(3, 48, dtype=torch.float64)).dtype is torch.float64
         assert block.float().why_reference is None
+
+    def test_a_weight_that_is_made_in_every_call_is_not_cast(self, emulated: torch.device) -> None:
+        """It may draw: codes of one draw would learn by the gradient of another."""
+        block, x = make_block(), torch.randn(8, 48)
+        assert not torch.equal(block(x), block.reference(x))
+        prune.random_unstructured(block, "weight", 0.5)
+        assert torch.equal(block(x), block.reference(x))
 
     def test_what_it_holds_moves_along(self) -> None:
         block = FusedBlock.from_modules(nn.Linear(16, 16), None, nn.PReLU()).double()
