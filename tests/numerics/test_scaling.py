@@ -268,6 +268,13 @@ def test_powers_are_the_smallest_that_cover_an_amax(largest, format):
 
 
 @pytest.mark.parametrize("format", EIGHT_BIT)
+def test_a_power_takes_the_largest_code_to_itself_and_is_never_zero_or_subnormal(format):
+    largest, smallest = info(format).max, torch.finfo(torch.float32).smallest_normal
+    found = power_from_amax(torch.tensor([largest, 8 * largest, largest / 8, 1e-40, 1e-44, 0.0]), format)
+    assert found.tolist() == [1.0, 8.0, 0.125, smallest, smallest, smallest]
+
+
+@pytest.mark.parametrize("format", EIGHT_BIT)
 def test_powers_of_values_that_are_not_finite_are_nan(format):
     assert power_from_amax(torch.tensor([math.inf, math.nan]), format).isnan().all()
     x = torch.tensor([[1.0, 3.0], [2.0, math.nan]])
