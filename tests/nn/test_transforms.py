@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 import loka
 from loka.core.errors import InvalidInput, UnknownName
-from loka.core.gemm import Role
+from loka.core.gemm import Role, TensorName
 from loka.core.recipe import Format, Scaling, Transform
 from loka.kernels.contract import KERNELS
 from loka.kernels.executor import SiteExecutor, SiteKernels
-from loka.kernels.operand import Form, OperandSpec
+from loka.kernels.operand import Form, Layout, OperandSpec
+from loka.kernels.transforms import TransformVectors, apply_to
 from loka.nn.weight_casts import held
 from loka.numerics.metrics import FLOOR_AXIS, mere_floored, relative_rms
 
@@ -243,6 +245,21 @@ def test_a_transform_given_as_text_is_the_same_and_a_wrong_one_is_refused() -> N
     assert torch.equal(by_text(x_MK), loka.LokaLinear.from_linear(linear, kernels, Transform.CENTER, mean_K)(x_MK))
     with pytest.raises(UnknownName, match="no transform is called 'centre'"):
         loka.LokaLinear.from_linear(linear, kernels, "centre", mean_K)
+
+
+@pytest.mark.parametrize("power", [2.0**20, 2.0**-30])
+def test_rescale_in_fp16_may_go_by_powers_that_fp16_does_not_hold(power: float) -> None:
+    x_MK, vectors = torch.full((2, 3), power, dtype=torch.float32), TransformVectors(torch.full((3,), power))
+    small_MK = torch.full((2, 3), 0.5, dtype=torch.float16)
+    assert torch.equal(apply_to(TensorName.X, x_MK, Transform.RESCALE, vectors), torch.ones(2, 3))
+    expected = torch.full((2, 3), 0.5 / power)
+    assert torch.equal(apply_to(TensorName.X, small_MK, Transform.RESCALE, vectors), expected)
+
+
+@pytest.mark.parametrize("other", [{"static_scale": 0.5}, {"outer_multiple": 16}, {"layout": Layout.ONEDNN}], ids=str)
+def test_a_form_that_differs_in_one_thing_alone_has_another_key(other: dict[str, Any]) -> None:
+    spec = OperandSpec(Format.E4M3, Scaling.STATIC, static_scale=0.25)
+    assert Form(replace(spec, **other), False).key != Form(spec, False).key
 
 
 def test_keys_tell_forms_apart() -> None:
