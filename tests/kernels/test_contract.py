@@ -1,5 +1,6 @@
 """Every kernel of the registry, every role, random and hostile shapes and values, against the oracle at float64."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -120,6 +121,24 @@ def test_padding_is_refused_only_where_it_cannot_pay(site: SiteShape) -> None:
     assert refusal == "n=1 would be padded to 16 (a multiple of 16), 16× the work"
 
 
+def test_each_axis_is_padded_as_the_operand_asks_that_it_is_of() -> None:
+    @dataclass(frozen=True)
+    class Padded(Reference):
+        def operands(self, role: Role) -> tuple[OperandSpec, OperandSpec]:
+            a, b = (OperandSpec(Format.E4M3, Scaling.ROWWISE, outer_multiple=multiple) for multiple in (4, 16))
+            return a, b
+
+    kernel = Padded("padded", Format.E4M3, Scaling.ROWWISE, Scaling.ROWWISE, Format.E4M3)
+    device = device_of(torch.device("cpu"))
+
+    def refusal(m: int, n: int) -> str | None:
+        return why_not(kernel, GemmProblem.of(Role.FPROP, SiteShape(m, 64, n), Format.FP32, device))
+
+    assert refusal(4, 16) is None
+    assert refusal(1, 16) == "m=1 would be padded to 4 (a multiple of 4), 4× the work"
+    assert refusal(4, 4) == "n=4 would be padded to 16 (a multiple of 16), 4× the work"
+
+
 def test_padding_changes_no_value(device: torch.device) -> None:
     kernel = KERNELS.get("reference.rowwise")
     site = SiteShape(37, 21, 19)
@@ -204,10 +223,11 @@ class TestBadInput:
         with pytest.raises(InvalidInput, match="takes a cast to e4m3 tensorwise"):
             multiply(KERNELS.get("reference.tensorwise"), Role.FPROP, a, b, torch.float32)
 
-    def test_bias_of_another_length(self) -> None:
+    @pytest.mark.parametrize("shape", [(8,), (1, 16), (16, 1)], ids=str)
+    def test_bias_of_another_shape(self, shape: tuple[int, ...]) -> None:
         a, b = self.operands()
-        with pytest.raises(InvalidInput, match=r"bias must have shape \(16,\), got \(8,\)"):
-            multiply(self.kernel, Role.FPROP, a, b, torch.float32, torch.zeros(8))
+        with pytest.raises(InvalidInput, match=re.escape(f"bias must have shape (16,), got {shape}")):
+            multiply(self.kernel, Role.FPROP, a, b, torch.float32, torch.zeros(shape))
 
     def test_output_dtype_no_kernel_writes(self) -> None:
         a, b = self.operands()
