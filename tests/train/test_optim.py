@@ -161,6 +161,15 @@ def test_weight_decay_shrinks_matrices_and_leaves_biases():
     assert torch.equal(layer.bias, torch.ones(3))
 
 
+def test_a_weight_of_more_axes_is_a_matrix_too():
+    """Such as one that holds a matrix for each of several experts."""
+    several = nn.ParameterList([nn.Parameter(torch.ones(2, 3, 3))])
+    optimizer = make_dense_optimizer(several, lr=0.1, weight_decay=0.5)
+    several[0].grad = torch.zeros(2, 3, 3)
+    optimizer.step()
+    assert torch.allclose(several[0], torch.full((2, 3, 3), 1 - 0.1 * 0.5))
+
+
 def test_a_table_has_two_axes():
     with pytest.raises(ValueError, match=r"two axes.*\(3,\)"):
         RowWiseAdagrad([nn.Parameter(torch.zeros(3))], lr=0.1)
