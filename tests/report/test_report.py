@@ -341,7 +341,14 @@ def test_numbers_read_well() -> None:
         "123,456",
         "1.00e+06",
     ]
-    assert [plain(duration(us)) for us in (7, 123.4, 999.7, 676130, 2.5e6)] == ["7 µs", "123 µs", "1 ms", "676 ms", "2.5 s"]
+    assert [plain(duration(us)) for us in (7, 123.4, 999.7, 676130, 999700, 2.5e6)] == [
+        "7 µs",
+        "123 µs",
+        "1 ms",
+        "676 ms",
+        "1 s",
+        "2.5 s",
+    ]
     assert [with_interval(m, m - h, m + h) for m, h in ((0.0104, 0.000937), (0.5, 0.02), (2.0, 0.0), (30.0, 4.0))] == [
         "0.0104 ± 0.0009",
         "0.50 ± 0.02",
