@@ -24,15 +24,19 @@ def around(mean: float) -> Estimate:
     return Estimate(mean, mean, mean, 50)
 
 
-def attempt(*tried: tuple[str, Role, float, float], transform: Transform = Transform.NONE) -> Attempt | None:
-    """The closest at a site of 100 µs a role, of kernels with an error and a time; dgrad is never transformed."""
+def attempt(
+    *tried: tuple[str, Role, float, float], transform: Transform = Transform.NONE, spread: float = 0.0
+) -> Attempt | None:
+    """The closest at a site of 100 µs a role, of kernels with an error and a time; dgrad is never transformed. Intervals of
+    errors reach ``spread`` to either side."""
     candidates = [
         Candidate("torch.fp32", role, "fp32", error={"mere_floored": around(0.0)}, forms=("fp32", "fp32"), gemm_us={8: 100.0})
         for role in Role
     ] + [
         Candidate(
             kernel, role, "int8 rowwise", Transform.NONE if role is Role.DGRAD else transform,
-            error={"mere_floored": around(error)}, forms=("fp32", "fp32"), gemm_us={8: us},
+            error={"mere_floored": Estimate(error, error - spread, error + spread, 50)}, forms=("fp32", "fp32"),
+            gemm_us={8: us},
         )
         for kernel, role, error, us in tried
     ]  # fmt: skip
@@ -51,6 +55,11 @@ class TestAttempts:
         found = attempt(("far", Role.FPROP, 0.8, 10.0), ("near", Role.FPROP, 0.3, 80.0), ("slow", Role.FPROP, 0.1, 200.0))
         assert found is not None
         assert (found.kernel, found.excess) == ("near", pytest.approx(1.5))
+
+    def test_a_limit_is_held_against_the_upper_end_of_an_errors_interval(self) -> None:
+        found = attempt(("fast", Role.FPROP, 0.15, 25.0), ("sure", Role.FPROP, 0.05, 50.0), spread=0.1)
+        assert found is not None
+        assert (found.kernel, found.excess) == ("sure", pytest.approx(0.75))
 
     def test_high_precision_is_no_attempt(self) -> None:
         assert attempt() is None
