@@ -20,13 +20,14 @@ from loka.core.recipe import Format
 from loka.core.results import GatheredResults
 from loka.core.survey import BlockCandidate, Candidate, SiteSurvey, Survey, SurveyDocument
 from loka.kernels.device import device_of
+from loka.nn.linear import LokaLinear
 from loka.planner.plan import make_plan
 from loka.train import quality_bench
 from loka.train.config import TrainConfig
 from loka.train.jobs import run_jobs
 from loka.train.line_chart import Line, line_chart
 from loka.train.loka_plan import _rounded, as_if_8_bits_always_paid, only_in_roles
-from loka.train.paired import Run, change_in_percent, dataset_of, describe_change, prepare, train_run
+from loka.train.paired import Run, _in_high_precision, change_in_percent, dataset_of, describe_change, prepare, train_run
 from loka.train.quality_bench import Campaign, make_table, run_campaign, trajectories, write_report
 from loka.train.quality_settings import SETTINGS, Arm, arms_on
 from loka.train.trainer import Trainer
@@ -89,6 +90,18 @@ class TestRuns:
         rounding = naive["test"]["log_loss"] / naive["test_in_high_precision"]["log_loss"] - 1
         assert 1e-6 < abs(rounding) < 0.02
         assert naive["test_in_high_precision"]["log_loss"] != plain["test"]["log_loss"], "it is what 8 bits have learned"
+
+    def test_what_a_planned_arm_has_learned_is_tested_in_high_precision_without_its_plan(self, config):
+        run = Run(config, Arm("planned", kernel="reference.tensorwise"), plan="a folder that is not there")
+        data = dataset_of(config, CPU)
+        learned, _ = prepare(replace(run, plan=None), data, CPU)
+        with torch.no_grad():
+            for parameter in learned.parameters():
+                parameter.add_(1.0)
+        high, weights = _in_high_precision(run, learned, data, CPU), learned.state_dict()
+        assert any(isinstance(module, LokaLinear) for module in learned.modules())
+        assert not any(isinstance(module, LokaLinear) for module in high.modules())
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in high.state_dict().items())
 
     def test_the_trajectory_is_the_loss_of_examples_not_yet_learned_from(self, config):
         row = train_run(Run(config, Arm("plain")))
