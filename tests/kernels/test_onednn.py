@@ -54,6 +54,23 @@ def test_one_weight_multiplies_any_number_of_rows(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(poison: float) -> None:
+    """Though one scale is for all rows."""
+    kernel = able("onednn.int8_dynamic")
+    tensors = {TensorName.X: torch.randn(5, 64), TensorName.W: torch.randn(48, 64)}
+    poisoned = tensors | {TensorName.X: tensors[TensorName.X].clone()}
+    tensors[TensorName.X][2] = 0.0
+    poisoned[TensorName.X][2, 7] = poison
+    out, expected = (
+        multiply(kernel, Role.FPROP, *operands_of(kernel, Role.FPROP, one), torch.float32) for one in (poisoned, tensors)
+    )
+    assert out[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(out[others], expected[others])
+
+
+@pytest.mark.usefixtures("_way")
 @pytest.mark.parametrize("name", KERNEL_NAMES)
 def test_each_row_of_the_weight_keeps_its_own_scale(name: str) -> None:
     weight = torch.randn(48, 64) * torch.logspace(-6, 6, 48)[:, None]
