@@ -60,6 +60,22 @@ def test_the_same_seed_is_the_same_run_and_leaves_the_callers_random_numbers_alo
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
+def test_each_optimizer_steps_by_its_own_learning_rate(planted, monkeypatch):
+    """As far along the rise to it as the other."""
+    rates: list[tuple[float, float]] = []
+    step = Trainer.step
+
+    def noting(trainer, batch):
+        step(trainer, batch)
+        both = trainer.dense_optimizer, trainer.embedding_optimizer
+        rates.append(tuple(optimizer.param_groups[0]["lr"] for optimizer in both))
+
+    monkeypatch.setattr(Trainer, "step", noting)
+    train(config(planted, steps=6, warmup_steps=4, lr=0.01, embedding_lr=0.2))
+    rise = (0.25, 0.5, 0.75, 1.0, 1.0, 1.0)
+    assert rates == [(pytest.approx(0.01 * share), pytest.approx(0.2 * share)) for share in rise]
+
+
 def test_a_bf16_run_stays_near_the_plain_one(planted):
     plain = train(config(planted, steps=20))
     half = train(config(planted, steps=20, precision=Precision.BF16))
