@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from loka.core.errors import InvalidFile, InvalidInput
+from loka.train.checkpoint import remove_leftovers
 from loka.train.config import TrainConfig
 from loka.train.loop import train
 from loka.train.run_folder import RunFolder
@@ -105,6 +106,15 @@ def test_a_longer_run_continues_a_shorter_one_and_two_checkpoints_are_kept(plant
         "step-000000009.safetensors",
         "step-000000012.safetensors",
     ]
+
+
+def test_what_a_kill_left_of_a_save_is_deleted_and_nothing_else(tmp_path):
+    kept = ["step-000000005.safetensors", "notes.tmp", ".tmp"]
+    left = [".step-000000010.safetensors.a1b2c3.tmp", ".tmpAb12Cd"]  # ours, and what safetensors writes first
+    for name in kept + left:
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
 
 
 def test_a_finished_run_resumes_to_its_own_result(planted, tmp_path):
