@@ -31,7 +31,8 @@ class LeftLinear(nn.Linear):
         return module
 
     def forward(self, input: Tensor) -> Tensor:
-        needs_gradients = torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad)
+        tensors = (input, self.weight) if self.bias is None else (input, self.weight, self.bias)
+        needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         is_torchs = needs_gradients or input.device.type != "cpu" or torch.is_autocast_enabled("cpu")
         matrices = None if is_torchs else matrices_across(input)
         if matrices is None:

@@ -59,17 +59,20 @@ def test_gradients_are_torchs_own(from_the_left: list[tuple[int, ...]]) -> None:
     assert from_the_left == []
 
 
-def test_a_weight_that_learns_behind_an_input_that_does_not_has_torchs_own_gradients(
-    from_the_left: list[tuple[int, ...]],
+@pytest.mark.parametrize("learns", ["weight", "bias"])
+def test_what_learns_behind_an_input_that_does_not_has_torchs_own_gradients(
+    learns: str, from_the_left: list[tuple[int, ...]]
 ) -> None:
-    """As the first layer of a model does."""
-    linear, x, dy = nn.Linear(24, 16), across(7, 5, 24), torch.randn(7, 5, 16)
+    """As in the first layer of a model."""
+    linear, x, dy = nn.Linear(24, 16).requires_grad_(False), across(7, 5, 24), torch.randn(7, 5, 16)
+    linear.get_parameter(learns).requires_grad_(True)
     module = LeftLinear.from_linear(copy.deepcopy(linear))
     for one in (linear, module):
         one(x).backward(dy)
-    assert linear.weight.grad is not None
-    assert module.weight.grad is not None
-    assert torch.equal(module.weight.grad, linear.weight.grad)
+    gradient, expected = module.get_parameter(learns).grad, linear.get_parameter(learns).grad
+    assert gradient is not None
+    assert expected is not None
+    assert torch.equal(gradient, expected)
     assert from_the_left == []
 
 
