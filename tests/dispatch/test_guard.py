@@ -11,56 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_block import emulate
-from plans import Tower, batch, plan_for, tower
+from guards import INT8, drifted, guarded, record_of, run, train_step
+from plans import batch, plan_for, tower
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
 import loka
 from loka.core.errors import InvalidInput
 from loka.core.gemm import Role
 from loka.core.plan import BlockPlan
 from loka.core.recipe import Format, Scaling, Transform
-from loka.core.record import Record
 from loka.dispatch.drift import Cast, SiteCasts, feature_energy, predicted_errors
-from loka.dispatch.guard import MOST_CALLS, GuardEvent, _pick
+from loka.dispatch.guard import GuardEvent
 from loka.dispatch.planned import PlannedLinear
 from loka.dispatch.swap import applied_to
 from loka.kernels.executor import SiteKernels
 from loka.numerics.metrics import mere_floored
-
-INT8 = SiteKernels.same("reference.int8_rowwise")
-
-
-def train_step(model: nn.Module, x: Tensor) -> None:
-    model.zero_grad()
-    model(x).square().mean().backward()
-
-
-def record_of(model: nn.Module) -> Record:
-    probe = loka.Probe(model, every=1)
-    for seed in range(4):
-        with probe.step():
-            train_step(model, batch(200, seed))
-    probe.detach()
-    return probe.record()
-
-
-def guarded(kernels: SiteKernels = INT8, **options: object) -> tuple[nn.Module, loka.Guard]:
-    model = tower()
-    record = record_of(model)
-    loka.apply_plan(model, plan_for(model, {"bottom": kernels, "top.0": kernels}))
-    return model, loka.Guard(model, record, **options)  # type: ignore[arg-type]
-
-
-def run(model: nn.Module, guard: loka.Guard, batches: list[Tensor]) -> None:
-    for x in batches:
-        with guard.step():
-            train_step(model, x)
-
-
-def drifted(x: Tensor) -> Tensor:
-    return torch.cat([1000 * x[:, :3], x[:, 3:]], 1)
 
 
 def test_it_trips_within_two_checks_and_returns_the_site_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -259,47 +225,6 @@ def test_mistakes_get_a_message() -> None:
         loka.Guard(model, record_of(other))
 
 
-def test_one_example_whose_gradient_takes_a_tensors_whole_range_is_seen() -> None:
-    """It lies among few of the rows by lot: what its scale does to all others shows by the row itself."""
-    model, guard = guarded(SiteKernels("torch.fp32", "reference.tensorwise", "torch.fp32"), every=1, rows=32)
-    healthy = [batch(2000, seed) for seed in range(3)]
-    run(model, guard, healthy)
-    assert guard.events == []
-    weight_M1 = torch.ones(2000, 1)
-    weight_M1[1234] = 1e7
-    with guard.step():
-        model.zero_grad()
-        (model(healthy[0]).square() * weight_M1).mean().backward()
-    assert {event.role for event in guard.events} == {Role.DGRAD}
-
-
-TENSORWISE_DGRAD = SiteKernels("torch.fp32", "reference.tensorwise", "torch.fp32")
-
-
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
-def test_gradients_are_seen_under_checkpointing(use_reentrant: bool | None) -> None:
-    """Which runs a site twice: one of the calls gets the gradient."""
-    model, guard = guarded(TENSORWISE_DGRAD, every=1, rows=32)
-    assert isinstance(model, Tower)
-    one_large = torch.ones(2000, 1)
-    one_large[1234] = 1e7
-    with guard.step():
-        x = model.bottom(batch(2000)).relu()
-        y = model.top(x) if use_reentrant is None else checkpoint(model.top, x, use_reentrant=use_reentrant)
-        (model.head(y).square() * one_large).mean().backward()
-    assert ("top.0", Role.DGRAD) in [(event.site, event.role) for event in guard.events]
-
-
-def test_every_call_of_a_step_is_looked_at() -> None:
-    model, guard = guarded(every=1)
-    with guard.step():
-        for x in (drifted(batch(100)), batch(100), batch(17)):
-            model(x).square().mean().backward()
-        with torch.no_grad():
-            model(batch(10))
-    assert [event.site for event in guard.events] == ["bottom"]
-
-
 def test_a_batch_whose_gradients_are_no_numbers_is_asked_once_more() -> None:
     model, guard = guarded(every=100)
     with guard.step():
@@ -322,57 +247,6 @@ def test_a_guard_of_a_plan_that_is_gone_says_so() -> None:
     loka.apply_plan(model, plan.plan)
     with pytest.raises(InvalidInput, match="make a new Guard"), guard.step():
         pass
-
-
-def test_the_row_that_a_scale_hangs_on_is_among_those_looked_at() -> None:
-    x_MK = torch.randn(10_000, 8)
-    x_MK[7_777, 3] = -1e6
-    for seed in range(5):
-        picked = _pick(x_MK, 16, torch.Generator().manual_seed(seed))
-        assert 7_777 in picked
-        assert len(picked) == 17
-
-
-@pytest.mark.parametrize("rows", [31, 32, 33, 34])
-def test_so_is_the_row_that_a_gradients_scale_hangs_on(rows: int) -> None:
-    """Whichever rows of x are taken: with one row more than are looked at, those are as many as the batch has."""
-    for large in range(0, rows, 5):
-        model, guard = guarded(SiteKernels("torch.fp32", "reference.tensorwise", "torch.fp32"), every=1, rows=32)
-        weight_M1 = torch.ones(rows, 1)
-        weight_M1[large] = 1e7
-        with guard.step():
-            (model(batch(rows)).square() * weight_M1).mean().backward()
-        assert {event.role for event in guard.events} == {Role.DGRAD}
-
-
-def test_calls_that_do_not_train_are_judged_only_where_none_does() -> None:
-    model, guard = guarded(every=1)
-    with guard.step():
-        with torch.no_grad():
-            model(drifted(batch(100)))  # an evaluation within the step
-        train_step(model, batch(100))
-    assert guard.events == []
-    with guard.step(), torch.no_grad():
-        model(drifted(batch(100)))
-    assert [event.site for event in guard.events] == ["bottom"]
-
-
-def test_of_many_calls_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, guard = guarded(every=1)
-    kept: list[int] = []
-    monkeypatch.setattr(guard, "_check", lambda seen: kept.extend(map(len, seen.values())))
-    with guard.step():
-        for _ in range(MOST_CALLS + 5):
-            model(batch(20)).sum().backward()
-        model(batch(0)).sum().backward()
-    assert kept == [MOST_CALLS, MOST_CALLS]
-
-
-def test_an_empty_batch_is_nothing_to_judge() -> None:
-    model, guard = guarded(every=1)
-    with guard.step():
-        model(batch(0)).sum().backward()
-    assert guard.events == []
 
 
 def test_errors_are_the_same_inside_autocast() -> None:
@@ -406,27 +280,6 @@ def test_what_a_user_has_put_on_a_layer_is_not_lost_when_it_drifts() -> None:
         with pytest.raises(InvalidInput, match="bottom holds gain too"):
             run(model, guard, [drifted(batch(100))])
     assert (guard.events, float(model.bottom.gain)) == ([], 2.0)
-
-
-def test_calls_inside_of_a_vmap_are_not_looked_at() -> None:
-    model, guard = guarded(every=1)
-    with guard.step(), torch.no_grad():
-        torch.vmap(model)(torch.stack([batch(8, seed) for seed in range(3)]))
-    assert guard.events == []
-
-
-def test_gradients_of_outputs_that_are_written_in_place_are_guarded() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(inplace=True), nn.Linear(32, 1))
-    x = torch.randn(16, 3, 24)
-    probe = loka.Probe(model, every=1)
-    with probe.step():
-        model(x).square().mean().backward()
-    loka.apply_plan(model, plan_for(model, {"0": INT8}))
-    guard = loka.Guard(model, probe.record(), every=1, max_error={Role.WGRAD: 1e-9, Role.FPROP: 1e9, Role.DGRAD: 1e9})
-    with guard.step():
-        model(x).square().mean().backward()
-    assert [(event.site, event.role) for event in guard.events] == [("0", Role.WGRAD)]
 
 
 def test_a_site_that_is_called_in_turns_with_another_is_given_back_too() -> None:

@@ -83,3 +83,7 @@ def record_of(*sites: SiteRecord, dtype: Format = Format.FP32, findings: tuple[F
     environment = current_environment(device_of(torch.device("cpu")))
     by_name = {site.name: site for site in sites}
     return Record(fingerprint(facts), environment, dtype, sites=by_name, findings=findings, **{"step_us": None, **fields})
+
+
+def normal_weight(n: int = 96, k: int = 128, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) / k**0.5
