@@ -5,60 +5,33 @@ Errors of sites add and cancel, and what wins at one site need not win in a mode
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.nn.parallel import DistributedDataParallel
 
 from loka.core.errors import InvalidInput, require_kind
 from loka.core.gemm import Role
 from loka.core.plan import Goal, Plan, SitePlan
 from loka.core.progress import Progress, Silent
-from loka.dispatch.apply import OnMissing, apply_plan, restore
+from loka.dispatch.apply import OnMissing
 from loka.dispatch.give_back import too_costly, too_slow
-from loka.dispatch.gradient_change import GradientChange, Gradients, gradient_change
-from loka.dispatch.loss_change import Loss, LossChange, change_of, losses, losses_both_ways, scalar
-from loka.dispatch.swap import AppliedPlan, applied_to, put_back, put_in, refuse_applied_parts
-from loka.nn.adamw import is_cast_in_step
+from loka.dispatch.gradient_change import GradientChange
+from loka.dispatch.loss_change import Loss, LossChange, losses
+from loka.dispatch.no_trace import learned_by, without_a_trace
+from loka.dispatch.plan_trial import Round, Trial
+from loka.dispatch.swap import applied_to, refuse_applied_parts
 from loka.nn.fast_path import without_fast_path
-from loka.nn.kept_state import left_as_it_was, random_state_kept
-from loka.nn.site_device import device_of_sites
 from loka.nn.unwrap import Example, unwrapped
-from loka.nn.weight_casts import holders_behind_steps
-from loka.numerics.confidence import estimate_mean
 
 # Relative to the loss. A model that trains by a plan pays up to twice what rounding costs one that did not train by it (0.015 %
 # by this check came to 0.024 %), and 0.02 % is what it may pay.
 MAX_LOSS_CHANGE = {Goal.TRAINING: 5e-5, Goal.SERVING: 2e-4}
 LEAST_DIFFERENCE = 1e-6  # relative; two passes of a loss that differ by less are no error: sums in another order make less
-MAX_GRADIENT_CHANGE = 0.7  # ten layers of a Wukong in e4m3 came to 0.14, narrow ones come to more; a lost gradient is off by 1
-GRADIENT_BATCHES = 2
-MOST_TIMED = 4  # times as often as asked for, while a speed-up is not known to be enough or too little
 _GIVEN_BACK = "given back by check_plan: "  # in front of the reason, in the plan
-
-
-@dataclass(frozen=True)
-class Round:
-    """One trial of the whole plan. ``gave_back`` are the sites that went to high precision after it, if any: where the loss had
-    decided, their forward pass alone if that is worth it, perhaps to a finer 8-bit format first."""
-
-    sites: int
-    change: LossChange
-    gradients: GradientChange | None  # None where the loss had decided already, and in serving, which has none
-    speedup: float | None  # of a step, over high precision; None where loss or gradients had decided already
-    gave_back: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        gradients = f", gradients at most {self.gradients.error:.0%} off" if self.gradients else ""
-        speedup = "" if self.speedup is None else f", {self.speedup:.2f}× as fast"
-        sites = "1 site" if self.sites == 1 else f"{self.sites} sites"
-        return f"{sites} by the plan: loss {self.change.whole:+.4%}, rounding {self.change.rounding:.4%}{gradients}{speedup}"
 
 
 @dataclass(frozen=True)
@@ -137,10 +110,10 @@ def check_plan(
     if is_training and torch.is_inference_mode_enabled():
         raise InvalidInput("a training plan is checked by gradients: call check_plan outside of torch.inference_mode()")
     limit = MAX_LOSS_CHANGE[plan.document.goal] if max_loss_change is None else max_loss_change
-    learned = _learned_by(model, loss, held_out) if is_training else frozenset()  # serving never asks for gradients
-    trial = _Trial(model, held_out, loss, plan.document.goal, repeats, min_speedup, on_missing, example, learned)
+    learned = learned_by(model, loss, held_out) if is_training else frozenset()  # serving never asks for gradients
+    trial = Trial(model, held_out, loss, plan.document.goal, repeats, min_speedup, on_missing, example, learned)
     as_it_runs = without_fast_path() if is_training else nullcontext()  # a trained model is judged in eval mode
-    with progress or Silent() as shown, _without_a_trace(model, learned), _room_to_compile(model), as_it_runs:
+    with progress or Silent() as shown, without_a_trace(model, learned), _room_to_compile(model), as_it_runs:
         high, again = losses(model, held_out, loss), list[float]()
         if not _runs(model, lambda: again.extend(losses(model, held_out, loss))):  # nothing that a plan does would show
             raise InvalidInput(
@@ -220,143 +193,11 @@ def _what_of_it(plan: Plan, site: SitePlan) -> str:
     return " (forward alone)" if site.is_low_precision else ""
 
 
-@dataclass(frozen=True)
-class _Trial:
-    model: nn.Module
-    batches: list[Any]
-    loss: Loss
-    goal: Goal
-    repeats: int
-    min_speedup: float
-    on_missing: OnMissing
-    example: Example | None
-    learned: frozenset[Tensor]  # what a backward pass gives gradients to
-
-    def alone(self, plan: Plan, site: str, high: list[float]) -> LossChange:
-        """The change of loss with ``site`` alone in low precision."""
-        with self._running(plan.with_alone(site)) as applied:
-            return self._change(applied, high)
-
-    def gradients_alone(self, plan: Plan, site: str) -> GradientChange:
-        """The change of gradients with ``site`` alone in low precision."""
-        with self._running(plan.with_alone(site)) as applied:
-            return self._gradients(applied)
-
-    def whole(self, plan: Plan, high: list[float], max_loss_change: float) -> Round:
-        """The plan as it will run: its loss; if that is good, its gradients; if they are too, its time. A compiled model runs
-        compiled for the latter two."""
-        with self._running(plan) as applied:
-            change = self._change(applied, high)
-            if applied.sites and not change.harm <= max_loss_change:
-                return Round(len(applied.sites), change, None, None)
-            gradients = self._gradients(applied) if self.goal is Goal.TRAINING and applied.sites else None
-            if gradients is not None and gradients.error > MAX_GRADIENT_CHANGE:
-                return Round(len(applied.sites), change, gradients, None)
-            return Round(len(applied.sites), change, gradients, self._speedup(applied))
-
-    def _gradients(self, applied: AppliedPlan) -> GradientChange:
-        """How far they are from high precision's in the model as it trains: compiled if it is, with the same random numbers."""
-
-        def pairs() -> Iterator[tuple[Gradients, Gradients]]:
-            for batch in self.batches[:GRADIENT_BATCHES]:
-                planned = self._gradients_of(batch)
-                with self._in_high_precision(applied):
-                    high = self._gradients_of(batch)
-                yield planned, high
-
-        return gradient_change(pairs())
-
-    def _gradients_of(self, batch: Any) -> Gradients:
-        """Copies, since a replayed CUDA graph writes the next gradients to where these lie. What a pass changes in the model,
-        such as batch statistics, is undone before the next."""
-        with _without_a_trace(self.model, self.learned), torch.enable_grad():
-            self.model.train()
-            self.loss(self.model, batch).backward()
-            return self._named_gradients()
-
-    def _named_gradients(self) -> Gradients:
-        names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(self.model).named_parameters()}
-        gradients = {names.get(tensor) or _name_in_front(tensor): _values(tensor) for tensor in self.learned}
-        return {name: values for name, values in gradients.items() if values is not None}
-
-    def _speedup(self, applied: AppliedPlan) -> float:
-        """Of a step by the plan over one in high precision, taken in turns."""
-        if not applied.sites:
-            return 1.0
-        planned_us, plain_us = [], []
-        with _without_a_trace(self.model, self.learned):
-            self._time_both(applied)  # warms up
-            for _ in range(MOST_TIMED):
-                for _ in range(self.repeats):
-                    planned, plain = self._time_both(applied)
-                    planned_us.append(planned)
-                    plain_us.append(plain)
-                if self._is_clear([plain / planned for plain, planned in zip(plain_us, planned_us, strict=True)]):
-                    break
-        return statistics.median(plain_us) / statistics.median(planned_us)
-
-    def _time_both(self, applied: AppliedPlan) -> tuple[float, float]:
-        """A step by the plan and one in high precision, in µs."""
-        planned_us = self._pass_us()
-        with self._in_high_precision(applied):
-            return planned_us, self._pass_us()
-
-    def _is_clear(self, speedups: list[float]) -> bool:
-        """Whether they tell enough from too little; a single one tells what it can."""
-        known = estimate_mean(speedups)
-        return len(speedups) == 1 or not known.low < self.min_speedup < known.high
-
-    @contextmanager
-    def _in_high_precision(self, applied: AppliedPlan) -> Iterator[None]:
-        """The model without the plan for a while; what it has compiled stays."""
-        swaps = [swap for of_site in applied.swaps.values() for swap in of_site]
-        inner = unwrapped(self.model)
-        put_back(inner, swaps)
-        try:
-            yield
-        finally:
-            put_in(inner, swaps)
-
-    def _change(self, applied: AppliedPlan, high: list[float]) -> LossChange:
-        modules = [applied.module(site) for site in applied.sites]
-        return change_of(*losses_both_ways(self.model, modules, self.batches, self.loss), high)
-
-    @contextmanager
-    def _running(self, plan: Plan) -> Iterator[AppliedPlan]:
-        applied = apply_plan(self.model, plan, on_missing=self.on_missing, example=self.example)
-        try:
-            yield applied
-        finally:
-            restore(self.model)
-
-    def _pass_us(self) -> float:
-        """The time of a step, over one pass through the batches."""
-        is_training = self.goal is Goal.TRAINING
-        self.model.train(is_training)
-        holders = holders_behind_steps(self.model, in_step=is_cast_in_step) if is_training else []
-        start = self._now()
-        for batch in self.batches:
-            with torch.set_grad_enabled(is_training):
-                value = self.loss(self.model, batch)
-            if is_training:
-                value.backward()
-                _drop_gradients(self.learned)
-                for holder in holders:
-                    holder.recast_after_step()
-        return 1e6 * (self._now() - start) / len(self.batches)
-
-    def _now(self) -> float:
-        device = device_of_sites(self.model)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-
 @dataclass
 class _Alone:
     """What planned sites do by themselves, each tried once with the kernels it runs on, and which of them are given back."""
 
-    trial: _Trial
+    trial: Trial
     high: list[float]
     shown: Progress = field(default_factory=Silent)
     changes: dict[str, LossChange] = field(default_factory=dict)
@@ -419,86 +260,3 @@ def _require_repeatable(high: Sequence[float], again: Sequence[float], tolerance
                 f"that. Let loss(model, batch) seed what it draws, or draw it by torch's own generator, which is put back, and "
                 f"leave the batch as it is"
             )
-
-
-def _learned_by(model: nn.Module, loss: Loss, batches: Iterable[Any]) -> frozenset[Tensor]:
-    """The parameters of ``model``, and what else ``loss`` reaches on any batch: embeddings in front of the model, say."""
-    found = set(model.parameters())
-    with _without_a_trace(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
-        model.train()
-        for batch in batches:
-            value = scalar(loss(model, batch))
-            if value.grad_fn is None:
-                raise InvalidInput(
-                    "loss(model, batch) has no gradient: it must not detach, or be computed under no_grad, and some parameter "
-                    "must require one"
-                )
-            found |= _leaves_of(value.grad_fn)
-    return frozenset(found)
-
-
-def _leaves_of(root: Node | None) -> set[Tensor]:
-    """The tensors that a backward pass from ``root`` adds gradients to."""
-    todo, seen, leaves = [root], set(), set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [node for node, _ in node.next_functions]
-        if type(node).__name__ == "AccumulateGrad":
-            leaves.add(node.variable)  # pyrefly: ignore[missing-attribute]
-    return leaves
-
-
-def _name_in_front(tensor: Tensor) -> str:
-    """A name for what is no parameter of the model: like a parameter's, of a "module" that says what it is."""
-    return f"the tensor of {tuple(tensor.shape)} in front of the model.{id(tensor)}"
-
-
-def _values(tensor: Tensor) -> Tensor | None:
-    """A copy of its gradient, if it has one; of a sparse one the values, whose places are the batch's."""
-    if tensor.grad is None:
-        return None
-    return tensor.grad.coalesce().values().clone() if tensor.grad.is_sparse else tensor.grad.clone()
-
-
-def _drop_gradients(tensors: Iterable[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.grad = None
-
-
-def _send_nothing(model: nn.Module) -> None:
-    """Other ranks may train, or not be as far: they would take what is checked here for their own steps."""
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            if module.static_graph and not module._static_graph_delay_allreduce_enqueued:
-                raise InvalidInput(
-                    "DistributedDataParallel sends the gradients of a static graph's first step in any case: call check_plan "
-                    "behind a training step, or with the module inside"
-                )
-            module.require_backward_grad_sync = module.require_forward_param_sync = False
-
-
-@contextmanager
-def _without_a_trace(model: nn.Module, learned: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Gradients, what modules hold (buffers, mode, attributes), and random numbers are after the block what they were before.
-    DistributedDataParallel sends nothing within it.
-
-    ``learned`` are tensors with gradients beside the model's own parameters.
-    """
-    gradients = {parameter: parameter.grad for parameter in (*model.parameters(), *learned)}
-    tables = [table for parameter in gradients if (table := parameter._post_accumulate_grad_hooks)]
-    hooks = [dict(table) for table in tables]
-    _drop_gradients(gradients)
-    for table in tables:
-        table.clear()  # of optimizers that step within backward
-    try:
-        with left_as_it_was(model), random_state_kept(model):
-            _send_nothing(model)
-            yield
-    finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        for table, before in zip(tables, hooks, strict=True):
-            table.update(before)

@@ -11,7 +11,7 @@ from torch import nn
 import loka
 from loka.core.plan import Goal, Plan
 from loka.core.progress import Lines
-from loka.dispatch.check import _Trial
+from loka.dispatch.plan_trial import Trial
 from loka.dispatch.planned import PlannedLinear
 
 
@@ -29,7 +29,7 @@ def test_a_plan_that_is_slower_as_a_whole_gives_back_what_saves_least() -> None:
 def test_the_first_pass_of_each_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the plan and without it in turn: the first compiles, packs and allocates."""
     passes_us = iter([900.0, 50.0, 10.0, 30.0])
-    monkeypatch.setattr("loka.dispatch.check._Trial._pass_us", lambda self: next(passes_us))
+    monkeypatch.setattr("loka.dispatch.plan_trial.Trial._pass_us", lambda self: next(passes_us))
     (only,) = check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0).rounds
     assert only.speedup == 3.0
 
@@ -51,11 +51,11 @@ def test_a_plan_is_timed_until_it_is_known_whether_it_is_fast_enough(
     turns = iter([1.0, *speedups, *(99 * [1.0])])
     taken: list[float] = []
 
-    def time_both(self: _Trial, applied: object) -> tuple[float, float]:
+    def time_both(self: Trial, applied: object) -> tuple[float, float]:
         taken.append(next(turns))
         return 100.0, 100 * taken[-1]
 
-    monkeypatch.setattr(_Trial, "_time_both", time_both)
+    monkeypatch.setattr(Trial, "_time_both", time_both)
     first = check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0, min_speedup=1.0, repeats=3).rounds[0]
     assert taken == [1.0, *speedups][: 1 + timed]
     assert first.speedup == pytest.approx(statistics.median(speedups))
@@ -72,9 +72,9 @@ def test_it_shows_every_round_and_every_site_that_it_tries(capsys: pytest.Captur
 
 def test_what_a_step_casts_is_asked_once_a_pass_and_not_while_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps in high precision would not pay for the answer, which takes as long as an optimizer has parameters."""
-    now, asked = _Trial._now, []
-    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: bool(asked.append("asked")))
-    monkeypatch.setattr(_Trial, "_now", lambda self: (asked.append("now"), now(self))[1])
+    now, asked = Trial._now, []
+    monkeypatch.setattr("loka.dispatch.plan_trial.is_cast_in_step", lambda weight: bool(asked.append("asked")))
+    monkeypatch.setattr(Trial, "_now", lambda self: (asked.append("now"), now(self))[1])
     check(plan_for(tower(), {"bottom": ROWWISE}), max_loss_change=1.0, repeats=1)
     assert asked == 2 * ["asked", "now", "now", "now", "now"]  # by the plan, and without it
 
@@ -85,7 +85,9 @@ def test_a_slow_plan_of_many_sites_takes_few_rounds(monkeypatch: pytest.MonkeyPa
     plan = plan_for(model, {str(index): ROWWISE for index in range(16)})
     sites = tuple(msgspec.structs.replace(site, time_us=100.0 - index) for index, site in enumerate(plan.sites))
     slow = Plan(msgspec.structs.replace(plan.document, sites=sites), {})
-    monkeypatch.setattr("loka.dispatch.check._Trial._speedup", lambda self, applied: 1.5 if len(applied.sites) <= 5 else 0.5)
+    monkeypatch.setattr(
+        "loka.dispatch.plan_trial.Trial._speedup", lambda self, applied: 1.5 if len(applied.sites) <= 5 else 0.5
+    )
     checked = loka.check_plan(model, slow, BATCHES, loss=lambda m, x: 1 + m(x).square().mean(), max_loss_change=1.0)
     assert [len(one.gave_back) for one in checked.rounds] == [4, 3, 3, 2, 0]
     assert checked.given_back == tuple(str(index) for index in range(12))  # what saves least went first
@@ -99,7 +101,7 @@ def test_a_training_step_pays_for_the_casts_of_weights(goal: Goal, per_pass: int
     plan = plan_for(tower(), {"bottom": ROWWISE}, goal=goal)
     check(plan, max_loss_change=1.0, repeats=4)
     assert len(casts) == (1 + 4) * per_pass  # high precision casts none
-    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: True)
+    monkeypatch.setattr("loka.dispatch.plan_trial.is_cast_in_step", lambda weight: True)
     check(plan, max_loss_change=1.0, repeats=4)
     assert len(casts) == 2 * (1 + 4) * per_pass  # no step can make its casts
     monkeypatch.setattr(PlannedLinear, "can_step", lambda self: True)
@@ -111,7 +113,7 @@ def test_a_step_casts_no_weight_of_two_layers(monkeypatch: pytest.MonkeyPatch) -
     casts = []
     monkeypatch.setattr(PlannedLinear, "recast_after_step", lambda self: casts.append(self))
     monkeypatch.setattr(PlannedLinear, "can_step", lambda self: True)
-    monkeypatch.setattr("loka.dispatch.check.is_cast_in_step", lambda weight: True)
+    monkeypatch.setattr("loka.dispatch.plan_trial.is_cast_in_step", lambda weight: True)
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3)), nn.Linear(24, 1))
     model[1].weight = model[0].weight
     plan, loss = plan_for(model, {str(index): ROWWISE for index in range(3)}), lambda m, x: 1 + m(x).square().mean()
