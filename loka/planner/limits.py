@@ -10,7 +10,7 @@ import msgspec
 from loka.core.errors import InvalidInput
 from loka.core.estimate import Estimate
 from loka.core.gemm import Role
-from loka.core.names import did_you_mean, given_names, matching
+from loka.core.names import did_you_mean, matching
 from loka.core.plan import Goal
 from loka.core.recipe import Accumulation, Format
 from loka.core.survey import BLOCK_KERNEL, GATE, BlockCandidate, Candidate, SiteSurvey
@@ -91,12 +91,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def kept_sites(sites: Iterable[str], keep: Iterable[str]) -> dict[str, str]:
+def kept_sites(sites: Iterable[str], keep: Sequence[str]) -> dict[str, str]:
     """Sites that ``keep`` names, by themselves, by a module around them or by a pattern → the reason."""
     names = list(sites)
     around = list(dict.fromkeys(part for name in names for part in _with_parents(name)))
     kept: dict[str, str] = {}
-    for pattern in given_names(keep, "keep", "names of sites, or patterns"):
+    for pattern in keep:
         found = set(matching(pattern, around))
         if not found:
             hint = did_you_mean(pattern, names, most=3, cutoff=0.4) or f" The sites are: {', '.join(names)}"

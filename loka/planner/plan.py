@@ -43,9 +43,8 @@ def make_plan(
             "this survey was measured for a model that serves compiled, without gradients: plan for serving by it, or measure "
             "the record again without `compiled`"
         )
-    patterns, names = given_names(keep, "keep", "names of sites, or patterns"), ()
-    if kernels is not None:
-        names = given_names(kernels, "kernels", "names of kernels, or patterns")
+    patterns = given_names(keep, "keep", "names of sites, or patterns")
+    names = () if kernels is None else given_names(kernels, "kernels", "names of kernels, or patterns")
     if kernels is not None and not names:
         raise InvalidInput("kernels names none to plan from: name some, or leave it out for all that were measured")
     if limits.goal is Goal.TRAINING and not any(c.role is not Role.FPROP for site in survey.sites for c in site.candidates):
