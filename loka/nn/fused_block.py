@@ -178,7 +178,7 @@ class FusedChain(nn.Module):
             )
         self.entry = entry
         self.blocks = nn.ModuleList(blocks)
-        self.outputs = tuple(output % len(blocks) for output in outputs)
+        self.outputs = tuple(named)
         self.chain = _chain_spec(blocks, entry, self.outputs)
 
     @property
